@@ -1,0 +1,37 @@
+# The verbs of this repository. `make help` lists them.
+SHELL  := bash
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+READY  := $(VENV)/ready
+
+.PHONY: help setup mve test test-gpu lint lock clean
+.DEFAULT_GOAL := help
+
+help:  ## list the verbs
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  make \1|/' | column -t -s '|'
+
+setup: $(READY)  ## create .venv with the pinned packages (done once; the other verbs call it)
+
+$(READY): requirements.lock pyproject.toml scripts/setup_venv.py
+	$(PYTHON) scripts/setup_venv.py $(VENV)
+
+mve: $(READY)  ## run the minimum viable experiment of the proposal; verdict table, data and picture in results/mve
+	$(RUN) experiments/mve/run.py
+
+test: $(READY)  ## run the test suite (no GPU needed)
+	$(RUN) -m ruff check .
+	$(RUN) -m pytest -m "not gpu and not interpret"
+	TRITON_INTERPRET=1 $(RUN) -m pytest -m interpret
+
+test-gpu: $(READY)  ## run the tests that need a CUDA GPU; the log goes to results/test-gpu.log
+	$(RUN) -m pytest -m gpu 2>&1 | tee results/test-gpu.log; exit $${PIPESTATUS[0]}
+
+lint: $(READY)  ## check the style (ruff)
+	$(RUN) -m ruff check .
+
+lock: $(READY)  ## resolve the newest allowed packages anew and write requirements.lock
+	$(RUN) scripts/lock_packages.py requirements.lock
+
+clean:  ## remove .venv, caches and runs (results/ stays)
+	rm -rf $(VENV) .cache runs .pytest_cache .ruff_cache .hypothesis

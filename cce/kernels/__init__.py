@@ -1,0 +1,10 @@
+"""The Triton path: forward_parts and backward_parts with the meaning of those in cce/blockwise.py, for bf16, fp16 and fp32.
+
+Imports Triton, so it is imported only when a tensor takes this path. Under TRITON_INTERPRET=1 (set before this import) the
+kernels run on CPU tensors.
+"""
+
+from cce.kernels.backward import backward_parts
+from cce.kernels.forward import forward_parts
+
+__all__ = ["backward_parts", "forward_parts"]

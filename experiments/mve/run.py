@@ -1,0 +1,85 @@
+"""The proposal's minimum viable experiment, from the runs to the verdict: `make mve`.
+
+    python experiments/mve/run.py [override …]          # e.g. data=wikitext103, seed=2
+
+1. One run of each head over the whole experiment (configs/experiment/mve.yaml), same batches, same seed.
+2. On a GPU: short runs over batch sizes, for the criterion of the grown batch.
+3. results/mve/<machine>/: runs.jsonl and scan.jsonl (rows with provenance), curves.json, verdict.md, mve.png.
+
+A run that was killed goes on from its checkpoint (resume=auto under runs/mve); finished ones are made again.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import torch  # noqa: E402
+from criteria import as_text, verdicts  # noqa: E402
+from picture import draw  # noqa: E402
+from training.records import read_records  # noqa: E402
+from training.results import collect_rows, write_rows  # noqa: E402
+from training.run_folder import METRICS  # noqa: E402
+
+GPU_HEADS = ("standard", "compile", "liger", "cce")
+CPU_HEADS = ("standard", "compile", "chunked", "cce")
+BATCH_SIZES = "16,32,64,128"
+SCAN_STEPS = 40
+
+
+def train(*overrides: str) -> None:
+    """One call of scripts/train.py in its own process; a run that cannot be is told by its records, not here."""
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), "experiment=mve", *overrides]
+    print("mve: python scripts/train.py", *command[2:], flush=True)
+    subprocess.run(command, cwd=ROOT, check=False)
+
+
+def heads() -> tuple[str, ...]:
+    return GPU_HEADS if torch.cuda.is_available() else CPU_HEADS
+
+
+def machine() -> str:
+    return re.sub(r"\W+", "-", torch.cuda.get_device_name()).lower() if torch.cuda.is_available() else "cpu"
+
+
+def main(overrides: list[str]) -> None:
+    runs = ROOT / "runs" / "mve"
+    if not torch.cuda.is_available():
+        print("mve: no GPU here: a scaled-down run of the heads that run on a CPU; memory and speed need a GPU to be judged")
+    for head in heads():
+        train(f"loss={head}", f"runs={runs / 'same'}", "resume=auto", *overrides)
+    # The newest run of each head: older ones of other days may lie beside it.
+    newest = {row["loss"]: row for row in collect_rows(runs / "same")}
+    same, scan = [newest[head] for head in heads() if head in newest], []
+    if torch.cuda.is_available():
+        shutil.rmtree(runs / "scan", ignore_errors=True)
+        for head in heads():
+            train(
+                "--multirun", f"loss={head}", f"train.batch_size={BATCH_SIZES}", f"train.steps={SCAN_STEPS}",
+                "train.eval_tokens=16384", f"runs={runs / 'scan'}", *overrides,
+            )  # fmt: skip
+        scan = collect_rows(runs / "scan")
+
+    result = ROOT / "results" / "mve" / machine()
+    write_rows(result / "runs.jsonl", same)
+    if scan:
+        write_rows(result / "scan.jsonl", scan)
+    curves = {}
+    for row in same:
+        curves[row["loss"]] = [record["loss"] for record in read_records(ROOT / row["folder"] / METRICS, "step")]
+    (result / "curves.json").write_text(json.dumps(curves))
+    draw(result / "mve.png", same, scan, curves)
+    text = as_text(verdicts(same, scan))
+    source = same[-1]["provenance"]
+    origin = f"\n{source['gpu'] or source['cpu']}, torch {source['versions']['torch']}, commit {source['commit']}, {source['date']}.\n"
+    (result / "verdict.md").write_text(text + origin)
+    print(f"\n{text}\nData, verdict and picture: {result.relative_to(ROOT)}/")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

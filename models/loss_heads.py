@@ -1,0 +1,203 @@
+"""The loss heads: one contract over standard, compiled, chunked, Liger's, FLA's and our cut cross-entropy.
+
+A head takes final hidden states, targets and the classifier weight and returns one scalar:
+
+    head = loss_head("cce")
+    loss = head(hidden, targets, weight)            # hidden (..., T, D), targets (..., T), weight (V, D)
+
+- loss = mean over the targets that are not `ignore_index` of  lse(z_n) − z_n[target],  z_n = hidden_n · weightᵀ (+ bias);
+  float32, differentiable once in hidden, weight and bias. With no target left it is NaN, as F.cross_entropy has it.
+- `shift=1` predicts the next token: hidden at t is scored against the target at t+1 (0: targets are already shifted).
+- Under autocast the product runs in the autocast dtype; gradients come back in the dtypes of the inputs.
+- Tied embeddings need nothing: the weight is an argument.
+
+The argument order is that of the `criterion` of FLA's models, so a head can be assigned there:
+`model = GLAForCausalLM(GLAConfig(fuse_linear_cross_entropy=True)); model.criterion = loss_head("cce")`.
+
+Shape suffixes: N tokens, D hidden, V vocabulary, C tokens of a chunk.
+"""
+
+import shutil
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import cce
+
+IGNORE_INDEX = -100
+
+
+class LossHead(nn.Module):
+    """What all heads share: checks, shift, flattening and autocast. A head implements `mean_loss` on flat tensors.
+
+    Args:
+        ignore_index: a target of this value does not count.
+        shift: targets are taken `shift` positions later than the hidden states along T.
+    """
+
+    def __init__(self, *, ignore_index: int = IGNORE_INDEX, shift: int = 0):
+        super().__init__()
+        self.ignore_index = ignore_index
+        self.shift = shift
+
+    def forward(self, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """hidden (..., T, D), targets (..., T) int64, weight (V, D), bias (V) or None → scalar float32 loss.
+
+        Raises:
+            ValueError: shapes that do not fit each other.
+        """
+        if hidden.shape[:-1] != targets.shape:
+            wanted = tuple(hidden.shape[:-1])
+            raise ValueError(f"hidden {tuple(hidden.shape)} needs targets of shape {wanted}, got {tuple(targets.shape)}")
+        if hidden.shape[-1] != weight.shape[-1]:
+            raise ValueError(f"hidden has D = {hidden.shape[-1]}, the classifier weight {tuple(weight.shape)}: D must agree")
+        if self.shift:
+            hidden, targets = hidden[..., : -self.shift, :], targets[..., self.shift :]
+        hidden_ND, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+        device = hidden.device.type
+        # Under autocast its dtype; otherwise the weight's (a final norm may return float32 beside bf16 weights).
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        bias = None if bias is None else bias.to(dtype)
+        with torch.autocast(device, enabled=False):
+            return self.mean_loss(hidden_ND.to(dtype), targets_N, weight.to(dtype), bias)
+
+    def mean_loss(self, hidden_ND: Tensor, targets_N: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+
+class StandardHead(LossHead):
+    """`F.linear` and `F.cross_entropy` on float32 logits: N×V logits are in memory, in several copies."""
+
+    def mean_loss(self, hidden_ND, targets_N, weight_VD, bias_V):
+        return materialized(hidden_ND, targets_N, weight_VD, bias_V, self.ignore_index)
+
+
+def materialized(hidden_ND, targets_N, weight_VD, bias_V, ignore_index):
+    return F.cross_entropy(F.linear(hidden_ND, weight_VD, bias_V).float(), targets_N, ignore_index=ignore_index)
+
+
+class CompiledHead(LossHead):
+    """The standard head under `torch.compile`: the float32 copies disappear, the N×V logits stay (proposal, baseline 1)."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        # dynamic=False: a batch of another shape (the last one of an evaluation) is compiled for itself.
+        self.compiled = torch.compile(materialized, dynamic=False)
+
+    def mean_loss(self, hidden_ND, targets_N, weight_VD, bias_V):
+        return self.compiled(hidden_ND, targets_N, weight_VD, bias_V, self.ignore_index)
+
+
+class ChunkedHead(LossHead):
+    """PyTorch alone: the standard head over chunks of tokens, logits computed again in the backward pass.
+
+    Args:
+        tokens_per_chunk: the logits of so many tokens are in memory at a time.
+    """
+
+    def __init__(self, *, tokens_per_chunk: int = 1024, **options):
+        super().__init__(**options)
+        if tokens_per_chunk < 1:
+            raise ValueError(f"loss.tokens_per_chunk is {tokens_per_chunk}: give 1 or more")
+        self.tokens_per_chunk = tokens_per_chunk
+
+    def mean_loss(self, hidden_ND, targets_N, weight_VD, bias_V):
+        total = hidden_ND.new_zeros((), dtype=torch.float32)
+        for hidden_CD, targets_C in zip(hidden_ND.split(self.tokens_per_chunk), targets_N.split(self.tokens_per_chunk)):
+            total = total + checkpoint(self.sum_loss, hidden_CD, targets_C, weight_VD, bias_V, use_reentrant=False)
+        return total / (targets_N != self.ignore_index).sum()
+
+    def sum_loss(self, hidden_CD, targets_C, weight_VD, bias_V):
+        logits_CV = F.linear(hidden_CD, weight_VD, bias_V).float()
+        return F.cross_entropy(logits_CV, targets_C, ignore_index=self.ignore_index, reduction="sum")
+
+
+class LigerHead(LossHead):
+    """Liger's fused linear cross-entropy: chunks of tokens, gradients made in the forward pass.
+
+    Args:
+        accum_dtype: dtype in which the weight gradient adds up: "float32", or None for the weight's own (Liger's default;
+            in bf16 it costs three times the error in dC).
+    """
+
+    def __init__(self, *, accum_dtype: str | None = None, **options):
+        super().__init__(**options)
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        dtype = None if accum_dtype is None else getattr(torch, accum_dtype)
+        self.liger = LigerFusedLinearCrossEntropyLoss(ignore_index=self.ignore_index, accum_dtype=dtype)
+
+    def mean_loss(self, hidden_ND, targets_N, weight_VD, bias_V):
+        return self.liger(weight_VD, hidden_ND, targets_N, bias_V)
+
+
+class FLAHead(LossHead):
+    """FLA's own `FusedLinearCrossEntropyLoss`."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        from fla.modules import FusedLinearCrossEntropyLoss
+
+        self.fla = FusedLinearCrossEntropyLoss(ignore_index=self.ignore_index)
+
+    def mean_loss(self, hidden_ND, targets_N, weight_VD, bias_V):
+        return self.fla(hidden_ND, targets_N, weight_VD, bias_V)
+
+
+class CCEHead(LossHead):
+    """Our cut cross-entropy (`cce/`): no N×V logits in either pass.
+
+    Args:
+        impl: a preset of `cce.linear_cross_entropy`: "cce_kahan_full_c" for pretraining, "cce" (drops small gradients)
+            for fine-tuning.
+        workspace_mib: bound of the backward pass's workspace in MiB; None takes the default of `cce`.
+    """
+
+    def __init__(self, *, impl: str = "cce_kahan_full_c", workspace_mib: int | None = None, **options):
+        super().__init__(**options)
+        self.impl = impl
+        self.workspace_mib = workspace_mib
+
+    def mean_loss(self, hidden_ND, targets_N, weight_VD, bias_V):
+        return cce.linear_cross_entropy(
+            hidden_ND,
+            weight_VD,
+            targets_N,
+            bias_V,
+            ignore_index=self.ignore_index,
+            impl=self.impl,
+            workspace_mib=self.workspace_mib,
+        )
+
+
+HEADS: dict[str, Callable[..., LossHead]] = {
+    "standard": StandardHead,
+    "compile": CompiledHead,
+    "chunked": ChunkedHead,
+    "liger": LigerHead,
+    "fla": FLAHead,
+    "cce": CCEHead,
+    "cce_filter": CCEHead,
+}
+
+
+def check_loss_head(name: str, device_type: str) -> None:
+    """Raise ValueError, in one line, if this head does not exist or cannot run on this kind of device."""
+    if name not in HEADS:
+        raise ValueError(f"loss={name} does not exist: take one of {', '.join(HEADS)}")
+    if name in ("liger", "fla") and device_type != "cuda":
+        raise ValueError(f"loss={name} needs a CUDA GPU (its Triton kernels do not run on a CPU): take loss=cce or loss=chunked")
+    if name == "compile" and device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise ValueError("loss=compile needs a C++ compiler on the CPU and none is on the PATH: install g++ or take loss=standard")
+
+
+def loss_head(name: str, **options) -> LossHead:
+    """Build a head by its name in HEADS, with the options of its class."""
+    if name not in HEADS:
+        raise ValueError(f"loss={name} does not exist: take one of {', '.join(HEADS)}")
+    if name == "cce_filter":
+        options = {"impl": "cce", **options}
+    return HEADS[name](**options)

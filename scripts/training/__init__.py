@@ -1,0 +1,1 @@
+"""What every verb shares: data, the training loop, checkpoints, measurement, provenance."""
