@@ -4,11 +4,11 @@ Shapes: N tokens, D hidden, V vocabulary; n and v are a block of tokens and of c
 BLOCK_BYTES large, exists at a time. bf16 and fp16 inputs are widened to fp32 block by block, and everything up to the
 returned gradient is fp32 (fp64 for fp64), so the accumulation modes of the presets coincide here.
 
-forward   1 product: logits_nv = e_n c_v^T; per token a running maximum and sum of exp over the classes that are not the
-          target, and the target's own logit. The loss is then log1p(sum exp(z_v - z_target)): exact for p near 1 as well.
-backward  3 products: logits again; p - onehot in place of the logits (the target's entry is expm1(-nll), which keeps the
-          precision of 1 - p); dC_v = G^T (g e) once per block of classes; dE += G c_v. The upstream gradient g of a token
-          scales the rows of e and of dE instead of the block.
+forward   1 product: logits_nv = e_n c_v^T; per token a running maximum and sum of exp over the classes that are not
+          the target, and the target's own logit. The loss is log1p(sum exp(z_v - z_target)): exact for p near 1 too.
+backward  3 products: logits again; p - onehot in place of the logits (the target's entry is expm1(-nll), which keeps
+          the precision of 1 - p); dC_v = G^T (g e) once per block of classes; dE += G c_v. The upstream gradient g of
+          a token scales the rows of e and of dE instead of the block.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 from cce.presets import GradientMode
-from cce.targets import IGNORED
+from cce.targets import IGNORED, OUT_OF_RANGE
 from cce.tiles import FILTER_TILE
 
 BLOCK_BYTES = 8 * 2**20
@@ -25,10 +25,8 @@ TOKENS = 2048  # at most, in a block
 
 def _block_shape(tokens: int, itemsize: int, tile: tuple[int, int]) -> tuple[int, int]:
     """Tokens and classes of a block: multiples of the filter's tile, so that a tile lies in one block."""
-    n = max(1, min(tokens, TOKENS) // tile[0]) * tile[0] if tokens > tile[0] else tile[0]
-    if n < tokens <= TOKENS:
-        n += tile[0]
-    return n, max(1, BLOCK_BYTES // (itemsize * min(n, tokens) * tile[1])) * tile[1]
+    n = min(max(1, TOKENS // tile[0]), max(1, -(-tokens // tile[0]))) * tile[0]
+    return n, max(1, BLOCK_BYTES // (itemsize * max(1, min(n, tokens)) * tile[1])) * tile[1]
 
 
 def _ranges(total: int, step: int) -> Iterator[tuple[int, int]]:
@@ -50,7 +48,7 @@ class _Logits:
         self.n, self.v = _block_shape(tokens, itemsize, tile)
         self.v = min(self.v, c_VD.shape[0])
         self.buffer = torch.empty(min(self.n, tokens) * self.v, dtype=dtype, device=c_VD.device)
-        self.widened = None if c_VD.dtype == dtype else torch.empty(self.v, c_VD.shape[1], dtype=dtype, device=c_VD.device)
+        self.widened = None if c_VD.dtype == dtype else c_VD.new_empty(self.v, c_VD.shape[1], dtype=dtype)
 
     def classes(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """(start, stop, c_vD in the computing dtype) of each block of classes."""
@@ -127,7 +125,7 @@ def forward_parts(
     rest_N, target_N, mean_N = _rest_and_target(
         e_ND.to(_computing_dtype(e_ND.dtype)), c_VD, bias_V, codes_N, softcap, need_mean, tile
     )
-    return rest_N, target_N.masked_fill_(codes_N == -2, torch.nan), mean_N
+    return rest_N, target_N.masked_fill_(codes_N == OUT_OF_RANGE, torch.nan), mean_N
 
 
 def _kept_tiles(y_nv: torch.Tensor, eps: float, tile: tuple[int, int]) -> torch.Tensor:
@@ -215,21 +213,14 @@ def backward_parts(
             if need_bias:
                 dbias_V[v0:v1] += y_nv.sum(0) if scale_N is None else torch.mv(y_nv.t(), scale_N[n0:n1])
 
-            def add_e(y_nv=y_nv, n0=n0, n1=n1, c_vD=c_vD):
-                de_ND[n0:n1].addmm_(y_nv, c_vD)
-
-            def add_c(y_nv=y_nv, n0=n0, n1=n1):
-                dc_vD.addmm_(y_nv.t(), scaled_e_ND[n0:n1], beta=float(several))
-
-            # The gradient that is not filtered goes first, then the dropped tiles become zero in place.
-            steps = [(mode.filter_e, need_e, add_e), (mode.filter_c, need_c, add_c)]
-            dropped = False
-            for filtered, needed, add in sorted(steps, key=lambda step: step[0]):
-                if filtered and needed and not dropped:
+            # Products that are not filtered go first, then the dropped tiles become zero in place.
+            for filtered in (False, True):
+                if filtered and kept_nv is not None:
                     y_nv.mul_(kept_nv)
-                    dropped = True
-                if needed:
-                    add()
+                if need_e and mode.filter_e == filtered:
+                    de_ND[n0:n1].addmm_(y_nv, c_vD)
+                if need_c and mode.filter_c == filtered:
+                    dc_vD.addmm_(y_nv.t(), scaled_e_ND[n0:n1], beta=float(several))
         if dc_block is not None:
             dc_VD[v0:v1] = dc_block[: v1 - v0]
     if need_e and scale_N is not None:

@@ -45,7 +45,7 @@ def linear_cross_entropy(
         e: hidden states (..., D), bf16, fp16, fp32 or fp64. Any strides.
         c: classifier (V, D), e's dtype (any float dtype under autocast; the gradients have the inputs' dtypes).
         targets: class indices (...), integers in [0, V) or ignore_index. One outside raises ValueError for CPU tensors;
-            on a GPU, where looking would stall the stream, that token's loss is NaN, and so are all gradients it touches.
+            on a GPU, where looking would stall the stream, that token's loss and all gradients it touches are NaN.
         bias: (V,) or None. Added before the softcap.
         ignore_index: targets of this value count neither in the loss nor in the mean; their loss and lse are 0.
         softcap: cap > 0 of the logits, or None.
@@ -54,13 +54,13 @@ def linear_cross_entropy(
         shift: e[..., t, :] predicts targets[..., t + shift]; True is 1. With "none" the result has T - shift losses.
         return_lse: return (loss, lse) with lse of the targets' shape (T - shift); differentiable.
         filter_eps, filter_e_grad, filter_c_grad: impl="cce" only. Tiles of 128 tokens x 128 classes in which every
-            |p - onehot| is below filter_eps are left out of dE and dC. "auto" is finfo(dtype).eps / 32 (2^-12 for bf16);
-            None filters nothing.
+            |p - onehot| is below filter_eps are left out of dE and dC. "auto" is finfo(dtype).eps / 32 (2^-12 for
+            bf16); None filters nothing.
         accum_e_fp32: impl="cce" only. dE adds up over slices of the vocabulary in fp32 instead of in its own dtype.
         accum_c_fp32: accepted for compatibility; every element of dC comes from one product with fp32 accumulators.
-        impl: a preset, see cce/presets.py. The default, cce_kahan_full_c, filters nothing. apple/ml-cross-entropy's default
-            is `cce`, which filters both gradients, and its cce_kahan_full_c filters dE: neither is exact, and neither is
-            what a pretraining run should take (see cce/README.md).
+        impl: a preset, see cce/presets.py. The default, cce_kahan_full_c, filters nothing. apple/ml-cross-entropy's
+            default is `cce`, which filters both gradients, and its cce_kahan_full_c filters dE: neither is exact, and
+            neither is what a pretraining run should take (see cce/README.md).
         vocab_parallel_options: this rank's shard of the vocabulary; c and bias hold its rows.
         z_loss: adds z_loss * lse^2 to each token's loss.
         label_smoothing: as in F.cross_entropy: the target distribution is (1 - x) onehot + x / V. Not with
@@ -78,9 +78,9 @@ def linear_cross_entropy(
     shift = int(shift)
     check_tensors(e, c, targets, bias)
     check_options(
-        e, c, targets, ignore_index=ignore_index, softcap=softcap, reduction=reduction, shift=shift, filter_eps=filter_eps,
-        impl=impl, vocab_parallel_options=vocab_parallel_options, z_loss=z_loss, label_smoothing=label_smoothing,
-        workspace_mib=workspace_mib,
+        e, c, targets, ignore_index=ignore_index, softcap=softcap, reduction=reduction, shift=shift, impl=impl,
+        filter_eps=filter_eps, vocab_parallel_options=vocab_parallel_options, z_loss=z_loss,
+        label_smoothing=label_smoothing, workspace_mib=workspace_mib,
     )  # fmt: skip
     impl = impl_name(impl)
     shard = vocab_parallel_options

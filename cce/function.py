@@ -7,7 +7,6 @@ The operators are opaque to torch.compile and have fakes, so the loss compiles w
 import os
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from cce import blockwise
 from cce.presets import GradientMode
@@ -30,7 +29,7 @@ def _path(tensor: torch.Tensor):
     return kernels
 
 
-# ---- custom operators -------------------------------------------------------------------------------------------------
+# ---- custom operators ----
 
 
 @torch.library.custom_op(
@@ -52,7 +51,9 @@ def _(targets, ignore_index, start, stop, sharded):
 @torch.library.custom_op(
     "cce::forward_parts",
     mutates_args=(),
-    schema="(Tensor e, Tensor c, Tensor? bias, Tensor codes, float? softcap, bool need_mean) -> (Tensor, Tensor, Tensor)",
+    schema=(
+        "(Tensor e, Tensor c, Tensor? bias, Tensor codes, float? softcap, bool need_mean) -> (Tensor, Tensor, Tensor)"
+    ),
 )
 def forward_op(e, c, bias, codes, softcap, need_mean):
     with torch.autocast(e.device.type, enabled=False):
@@ -79,7 +80,8 @@ def backward_op(
     filter_eps, filter_e, filter_c, accumulation, workspace_mib, needs, e_dtype, c_dtype,
 ):  # fmt: skip
     mode = GradientMode(filter_eps, filter_e, filter_c, accumulation)
-    arguments = [e, c, bias, codes, lse, nll, dloss, dlse, softcap, label_smoothing, mode, tuple(needs), (e_dtype, c_dtype)]
+    dtypes = (e_dtype, c_dtype)
+    arguments = (e, c, bias, codes, lse, nll, dloss, dlse, softcap, label_smoothing, mode, tuple(needs), dtypes)
     with torch.autocast(e.device.type, enabled=False):
         if runs_kernels(e):
             from cce import kernels
@@ -102,11 +104,26 @@ def _(
     )
 
 
-# ---- autograd ---------------------------------------------------------------------------------------------------------
+# ---- autograd ----
+
+
+class _Once(torch.autograd.Function):
+    """A gradient as a function of the inputs, which cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx, gradient, *inputs):
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, _):
+        raise RuntimeError(
+            "linear_cross_entropy is differentiable once: its gradients cannot be differentiated again. "
+            "Use F.cross_entropy on logits for second derivatives."
+        )
 
 
 class TokenLosses(torch.autograd.Function):
-    """loss [N], and lse [N] if asked, of each token in fp32 (fp64 for fp64); ignored tokens are 0 and get no gradient."""
+    """loss [N], and lse [N] if asked, in fp32 (fp64 for fp64); ignored tokens are 0 and get no gradient."""
 
     @staticmethod
     def forward(
@@ -141,8 +158,16 @@ class TokenLosses(torch.autograd.Function):
         return (loss_N, lse_N.clone()) if with_lse else loss_N
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dloss_N, dlse_N=None):
+        with torch.no_grad():
+            gradients = TokenLosses._gradients(ctx, dloss_N, dlse_N)
+        if torch.is_grad_enabled():  # create_graph=True
+            inputs = (*ctx.saved_tensors[:3], dloss_N, dlse_N)
+            gradients = [None if gradient is None else _Once.apply(gradient, *inputs) for gradient in gradients]
+        return (*gradients, *[None] * 8)
+
+    @staticmethod
+    def _gradients(ctx, dloss_N, dlse_N):
         e_ND, c_VD, bias_V, codes_N, lse_N, nll_N = ctx.saved_tensors
         softcap, label_smoothing, filter_eps, filter_e, filter_c, accumulation, workspace_mib = ctx.options
         needs = ctx.needs_input_grad[:3]
@@ -157,5 +182,4 @@ class TokenLosses(torch.autograd.Function):
             de_ND if needs[0] else None,
             dc_VD if needs[1] else None,
             dbias_V.to(ctx.dtypes[2]) if needs[2] else None,
-            *[None] * 8,
         )

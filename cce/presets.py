@@ -1,15 +1,15 @@
 """Presets: which gradient may be filtered, and how dE is accumulated over slices of the vocabulary.
 
-| impl                                                   | filters dE | filters dC | dE over slices       |
-| ------------------------------------------------------ | ---------- | ---------- | -------------------- |
-| cce_kahan_full_c (default)                             | no         | no         | Kahan                |
-| cce_exact = cce_kahan_full = cce_kahan_full_c_full_e   | no         | no         | fp32                 |
-| cce_kahan_full_e                                       | no         | yes        | Kahan                |
-| cce_kahan                                              | yes        | yes        | Kahan                |
-| cce                                                    | arguments  | arguments  | arguments (bf16, or fp32 with accum_e_fp32) |
-| torch_compile                                          | no         | no         | none: one product with the logits kept |
+| impl                                                   | filters dE | filters dC | dE over slices             |
+| ------------------------------------------------------ | ---------- | ---------- | -------------------------- |
+| cce_kahan_full_c (default)                             | no         | no         | Kahan                      |
+| cce_exact = cce_kahan_full = cce_kahan_full_c_full_e   | no         | no         | fp32                       |
+| cce_kahan_full_e                                       | no         | yes        | Kahan                      |
+| cce_kahan                                              | yes        | yes        | Kahan                      |
+| cce                                                    | argument   | argument   | plain, or fp32 by argument |
+| torch_compile                                          | no         | no         | one product, logits kept   |
 
-Only `cce` reads filter_eps, accum_*_fp32 and filter_*_grad; every other preset fixes them, as apple/ml-cross-entropy does.
+Only `cce` reads filter_eps, accum_e_fp32 and filter_*_grad; every other preset fixes them, as in Apple's.
 A slice's rows of dC are finished by one product with fp32 accumulators, so dC needs no accumulation mode.
 """
 
@@ -24,7 +24,7 @@ Accumulation = Literal["plain", "kahan", "fp32"]
 
 
 class LinearCrossEntropyImpl(enum.IntEnum):
-    """Names of the presets; `impl` takes a member or its lower-case name. The first seven are Apple's, in their order."""
+    """Names of the presets; `impl` takes a member or its lower-case name. The first seven are Apple's, in order."""
 
     CCE = enum.auto()
     TORCH_COMPILE = enum.auto()

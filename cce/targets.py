@@ -2,7 +2,7 @@
 
 code >= 0            the class, as a row of this rank's classifier
 ELSEWHERE            a valid token whose class lies in another rank's shard of the vocabulary
-OUT_OF_RANGE         a target outside [0, V): its loss and every gradient it touches are NaN (CUDA only; a CPU call raises)
+OUT_OF_RANGE         a target outside [0, V): its loss and the gradients it touches are NaN (CUDA; a CPU call raises)
 IGNORED              ignore_index, or a position without a target under `shift`
 """
 
@@ -16,7 +16,7 @@ IGNORED = -3
 def shift_targets(targets: torch.Tensor, shift: int, ignore_index: int) -> torch.Tensor:
     """Targets moved `shift` positions earlier along the last axis; the last `shift` positions become ignored.
 
-    The hidden states stay where they are, so no shifted copy of them is made: e[..., t, :] predicts targets[..., t + shift].
+    e[..., t, :] predicts targets[..., t + shift]. The hidden states stay where they are, without a copy.
     """
     if shift == 0:
         return targets

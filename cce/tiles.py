@@ -49,7 +49,7 @@ def logits_tile(dtype: torch.dtype, hidden: int, interpret: bool, filtered: bool
 
 
 def product_tile(dtype: torch.dtype, columns: int, interpret: bool) -> Tile:
-    """Tile for gradient x operand. Rows and depth divide FILTER_TILE in both orders, so that a step lies in one tile."""
+    """Tile for gradient x operand. Rows and depth divide FILTER_TILE both ways, so that a step lies in one tile."""
     if interpret:
         return Tile(16, 16, 16, group=2)
     if dtype == torch.float32:
@@ -72,7 +72,7 @@ def vocabulary_splits(tokens: int, vocabulary: int, tile: Tile, partials: int) -
 
 
 def slice_width(tokens: int, vocabulary: int, itemsize: int, workspace_mib: float | None, granule: int) -> int:
-    """Columns of the backward's gradient slice: what fits the workspace, balanced, a multiple of `granule`, at least one."""
+    """Columns of the backward's gradient slice: what fits the workspace, balanced, a multiple (>= 1) of `granule`."""
     workspace = DEFAULT_WORKSPACE_MIB if workspace_mib is None else workspace_mib
     fits = max(1, int(workspace * 2**20) // (max(1, tokens) * itemsize * granule)) * granule
     slices = math.ceil(vocabulary / fits)

@@ -1,7 +1,7 @@
 """Vocabulary parallelism: each rank holds the rows [start, stop) of the classifier and all tokens.
 
-Ranks exchange three numbers per token in the forward (the maximum and the sum of the log-sum-exp, the target's logit) and,
-unless reduce_e_grad is False, the sum of dE in the backward. Every rank returns the same loss.
+Ranks exchange a few numbers per token in the forward (the maximum and the sum of the log-sum-exp, the target's logit)
+and, unless reduce_e_grad is False, the sum of dE in the backward. Every rank returns the same loss.
 """
 
 from dataclasses import dataclass
@@ -45,9 +45,10 @@ class VocabParallelOptions:
 def combine_parts(
     rest_N: torch.Tensor, target_logit_N: torch.Tensor, codes_N: torch.Tensor, group: "dist.ProcessGroup | None"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rest, target_logit) of the whole vocabulary from each rank's; rest = log-sum-exp over the classes that are not the target.
+    """(rest, target_logit) of the whole vocabulary from each rank's.
 
-    A target that no rank holds is out of range: ValueError on every rank for CPU tensors, NaN on a GPU.
+    rest is the log-sum-exp over the classes that are not the target. A target that no rank holds is out of range:
+    ValueError on every rank for CPU tensors, NaN on a GPU.
     """
     maximum_N = rest_N.clamp(min=torch.finfo(rest_N.dtype).min)
     dist.all_reduce(maximum_N, op=dist.ReduceOp.MAX, group=group)
@@ -56,7 +57,8 @@ def combine_parts(
     rest_N = maximum_N + sums_3N[0].log()
     missing_N = (sums_3N[2] == 0) & (codes_N != IGNORED)
     if rest_N.device.type == "cpu" and bool(missing_N.any()):
-        raise ValueError(f"the target of token {int(missing_N.nonzero()[0])} (flattened) is in no rank's [start, stop).")
+        token = int(missing_N.nonzero()[0])
+        raise ValueError(f"the target of token {token} (of the flattened targets) is in no rank's [start, stop).")
     return rest_N, sums_3N[1].masked_fill(missing_N, float("nan"))
 
 

@@ -1,7 +1,7 @@
 """Models from a config: FLA's own GLA, GatedDeltaNet and KDA classes and transformers' Llama.
 
-The size says how large (hidden_size, layers, heads, …), the model says which architecture; `model_config` turns both into
-the library's config. A trainer calls the decoder and the classifier apart, so the libraries' own losses are off:
+The size says how large (hidden_size, layers, heads, …), the model says which architecture; `model_config` turns both
+into the library's config. A trainer calls the decoder and the classifier apart, so the libraries' own losses are off:
 
     model = build_model(cfg.model, cfg.size, vocab_size=32768, max_seq_len=1024)
     hidden = final_hidden(model, input_ids)              # (B, T, D)
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from models.chunk_size import check_chunk_size, set_chunk_size
+from models.initialization import built_with_late_fills
 
 CLASSES = {
     "gla": (GLAConfig, GLAForCausalLM),
@@ -63,13 +64,15 @@ def check_model(model_cfg: Mapping, size_cfg: Mapping, *, device_type: str, seq_
     check_chunk_size(name, model_cfg["chunk_size"])
     if name == "gla" and model_cfg["chunk_size"] is not None and seq_len <= RECURRENT_UP_TO:
         raise ValueError(
-            f"model.chunk_size is {model_cfg['chunk_size']}, but at train.seq_len={seq_len} FLA's GLA takes its recurrent "
-            f"kernel: take model.chunk_size=null, or train.seq_len above {RECURRENT_UP_TO}"
+            f"model.chunk_size is {model_cfg['chunk_size']}, but at train.seq_len={seq_len} FLA's GLA takes its "
+            f"recurrent kernel: take model.chunk_size=null, or train.seq_len above {RECURRENT_UP_TO}"
         )
     known = set(inspect.signature(CLASSES[name][0].__init__).parameters) - RESERVED
     for key in model_cfg["options"]:
         if key not in known:
-            raise ValueError(f"model.options.{key} is no option of model={name}: take one of {', '.join(sorted(known))}")
+            raise ValueError(
+                f"model.options.{key} is no option of model={name}: take one of {', '.join(sorted(known))}"
+            )
     if name != "transformer" and device_type == "cpu" and fla.backends._DISPATCH_DISABLED:
         raise ValueError(
             f"model={name} runs on a CPU through FLA's backends, but FLA_DISABLE_BACKEND_DISPATCH=1 is set: unset it, "
@@ -80,26 +83,25 @@ def check_model(model_cfg: Mapping, size_cfg: Mapping, *, device_type: str, seq_
 def check_heads(name: str, model_cfg: Mapping, hidden_size: int) -> None:
     """Raise ValueError if the heads do not divide their width, or are too wide for FLA's kernels."""
     heads = model_cfg["num_heads"]
-    expansions = {} if name == "transformer" else {key: model_cfg[key] for key in ("expand_k", "expand_v")}
-    for key, expand in {"hidden_size": 1, **expansions}.items():
-        width = hidden_size * expand
-        if key == "hidden_size" and name != "transformer":
-            continue
-        if width <= 0 or width != int(width) or int(width) % heads:
-            product = f"size.hidden_size · model.{key} = {width:g}" if key != "hidden_size" else f"size.hidden_size = {width}"
-            raise ValueError(f"{product} is not a multiple of model.num_heads = {heads}: change size.num_heads or one of them")
     if name == "transformer":
-        if hidden_size // heads % 2:
+        if hidden_size % (2 * heads):
             raise ValueError(
-                f"a head of the transformer has {hidden_size // heads} dimensions (size.hidden_size / model.num_heads): "
-                "rotary embeddings need an even number, change size.num_heads"
+                f"size.hidden_size = {hidden_size} is not a multiple of 2 · model.num_heads = {2 * heads} (rotary embeddings "
+                "need heads of an even size): change size.num_heads or size.hidden_size"
             )
         return
-    key_dim = head_dims(model_cfg, hidden_size)[0]
+    for key in ("expand_k", "expand_v"):
+        width = hidden_size * model_cfg[key]
+        if width <= 0 or width % heads:
+            raise ValueError(
+                f"size.hidden_size · model.{key} = {width:g} is not a multiple of model.num_heads = {heads}: "
+                f"change size.num_heads, size.{key} or size.hidden_size"
+            )
+    key_dim, _ = head_dims(model_cfg, hidden_size)
     if name in ("gated_deltanet", "kda") and key_dim > MAX_KEY_DIM:
         raise ValueError(
             f"a head of model={name} has {key_dim} key dimensions, FLA's kernels take at most {MAX_KEY_DIM}: "
-            "give more size.num_heads or a smaller model.expand_k"
+            "give more size.num_heads or a smaller size.expand_k"
         )
 
 
@@ -127,14 +129,15 @@ def model_config(model_cfg: Mapping, size_cfg: Mapping, *, vocab_size: int, max_
         **model_cfg["options"],
     )
     if name == "transformer":
-        return LlamaConfig(num_attention_heads=heads, num_key_value_heads=heads, **shared)
+        return LlamaConfig(num_attention_heads=heads, num_key_value_heads=heads, attn_implementation="sdpa", **shared)
     key_dim, value_dim = head_dims(model_cfg, hidden_size)
     if name == "gla":
         dims = dict(expand_k=model_cfg["expand_k"], expand_v=model_cfg["expand_v"])
     else:
         dims = dict(head_dim=key_dim, expand_v=value_dim / key_dim)
-    losses = dict(fuse_cross_entropy=False) if name == "kda" else dict(fuse_cross_entropy=False, fuse_linear_cross_entropy=False)
-    return CLASSES[name][0](num_heads=heads, **dims, **losses, **shared)
+    if name != "kda":  # its config has no such field
+        shared["fuse_linear_cross_entropy"] = False
+    return CLASSES[name][0](num_heads=heads, fuse_cross_entropy=False, **dims, **shared)
 
 
 def build_model(
@@ -148,12 +151,11 @@ def build_model(
 ) -> nn.Module:
     """A causal language model with random weights, for training.
 
-    The weights follow from torch's CPU seed alone: they are drawn in float32 on the CPU, then moved. The decay parameters
-    A_log and dt_bias of GatedDeltaNet and KDA stay float32 in any `dtype`, as FLA's layers make them.
+    The weights follow from torch's CPU seed alone: they are drawn in float32 on the CPU, then moved. The decay
+    parameters A_log and dt_bias of GatedDeltaNet and KDA stay float32 in any `dtype`, as FLA's layers make them.
     """
     config = model_config(model_cfg, size_cfg, vocab_size=vocab_size, max_seq_len=max_seq_len)
-    build = CLASSES[model_cfg["name"]][1]
-    model = build._from_config(config, attn_implementation="sdpa") if build is LlamaForCausalLM else build(config)
+    model = built_with_late_fills(lambda: CLASSES[model_cfg["name"]][1](config))
     if model_cfg["chunk_size"] is not None:
         set_chunk_size(model, model_cfg["name"], model_cfg["chunk_size"])
     decays = {name: p.data for name, p in model.named_parameters() if name.endswith((".A_log", ".dt_bias"))}

@@ -1,8 +1,9 @@
 """chunk_size: how many positions FLA's chunked kernels work on at a time. A model option that FLA's layers do not have.
 
-FLA 0.6.0's kernels take it (GatedDeltaNet and KDA as an argument, GLA in `chunk_gla_fwd` and `chunk_gla_bwd`), its layers
-never pass it. So a layer of this model gets a copy of its own `forward` in which the name of the kernel stands for the
-kernel with the chunk size; FLA's classes and modules, and other models, stay as they are. The output does not depend on it.
+FLA 0.6.0's kernels take it (GatedDeltaNet and KDA as an argument, GLA in `chunk_gla_fwd` and `chunk_gla_bwd`), its
+layers never pass it. So a layer of this model gets a copy of its own `forward` in which the name of the kernel stands for
+the kernel with the chunk size; FLA's classes and modules, and other models, stay as they are. The output does not depend
+on it.
 
 GLA's layer takes its recurrent kernel up to T = 64, and all layers do for evaluation up to T = 64: no chunks there.
 """
@@ -28,10 +29,14 @@ def check_chunk_size(name: str, chunk_size: int | None) -> None:
     if chunk_size is None:
         return
     if name not in ALLOWED:
-        raise ValueError(f"model.chunk_size is {chunk_size}, but model={name} has no chunks: take model.chunk_size=null")
+        raise ValueError(
+            f"model.chunk_size is {chunk_size}, but model={name} has no chunks: take model.chunk_size=null"
+        )
     if chunk_size not in ALLOWED[name]:
         allowed = ", ".join(map(str, ALLOWED[name]))
-        raise ValueError(f"model.chunk_size is {chunk_size}: model={name} takes one of {allowed}, or null for FLA's default")
+        raise ValueError(
+            f"model.chunk_size is {chunk_size}: model={name} takes one of {allowed}, or null for FLA's default"
+        )
 
 
 def set_chunk_size(model: nn.Module, name: str, chunk_size: int) -> None:
@@ -39,14 +44,18 @@ def set_chunk_size(model: nn.Module, name: str, chunk_size: int) -> None:
     check_chunk_size(name, chunk_size)
     kernel_name, kernel = KERNELS[name]
     for block in model.model.layers:
-        block.attn.forward = with_global(block.attn.forward, kernel_name, functools.partial(kernel, chunk_size=chunk_size))
+        block.attn.forward = with_global(
+            block.attn.forward, kernel_name, functools.partial(kernel, chunk_size=chunk_size)
+        )
 
 
 def with_global(method: types.MethodType, name: str, value: Callable) -> types.MethodType:
     """A copy of a bound method that sees `value` under the module-level name `name`."""
     function = method.__func__
     if name not in function.__code__.co_names:
-        raise RuntimeError(f"{function.__qualname__} does not call {name}: chunk_size needs flash-linear-attention 0.6.0")
+        raise RuntimeError(
+            f"{function.__qualname__} does not call {name}: chunk_size needs flash-linear-attention 0.6.0"
+        )
     scope = {**function.__globals__, name: value}
     copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
@@ -65,7 +74,7 @@ class ChunkGLA(torch.autograd.Function):
             q, k, v, g, None, initial_state=initial_state, output_final_state=output_final_state,
             chunk_indices=indices, **ctx.options,
         )  # fmt: skip
-        # The running sum is float32: kept where the decays are, too; for half-precision decays it is cheaper to redo it.
+        # The running sum is float32: kept if the decays are, too; beside half-precision decays it is cheaper to redo it.
         kept = (None, g_cumsum) if g.dtype == torch.float32 else (g, None)
         ctx.save_for_backward(q, k, v, *kept, initial_state, A, indices)
         return o, final_state
@@ -95,7 +104,7 @@ def chunk_gla(
     *,
     chunk_size: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """FLA's `chunk_gla` with a chunk size: q, k, g (B, T, H, K), v (B, T, H, V) → o (B, T, H, V), final state or None."""
+    """FLA's `chunk_gla` with a chunk size: q, k, g (B, T, H, K), v (B, T, H, V) → o (B, T, H, V), final state."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return ChunkGLA.apply(q, k, v, g, scale, initial_state, output_final_state, state_v_first, cu_seqlens, chunk_size)
 

@@ -6,15 +6,16 @@ norms, gates, activations, short convolutions, the embedding's lookup, and anyth
 
 Forward, per token:
 
-    linear layers    2 · (entries of their weights)          classifier   2 · D · V, tied or not
+    linear layers         2 · (entries of their weights)
+    classifier            2 · D · V, tied or not
     and per layer
-    softmax attention (Vaswani et al. 2017)        4 · T · H · K                q kᵀ and its product with v
-    GLA (arXiv:2312.06635, section 4)              H · (4 K V + 2 C (K + V))    state read and write; q kᵀ and A v in a chunk
-    GatedDeltaNet, KDA (arXiv:2406.06484, sec. 3.2;
-    2412.06464; 2510.26692)                        H · (6 K V + 2 C (2 K + V) + 2 C (K + V))
+    softmax attention     4 · T · H · K                                q kᵀ and its product with v
+    GLA                   H · (4 K V + 2 C (K + V))                    state read and write; q kᵀ and A v in a chunk
+    GatedDeltaNet, KDA    H · (6 K V + 2 C (2 K + V) + 2 C (K + V))    also W h, k kᵀ, and (I + L)⁻¹ times k and v
 
-with H heads of K key and V value dimensions and C positions a chunk. The delta rule adds to GLA's terms W h (2 K V), k kᵀ
-(2 C K) and the inverse's product with k and v (2 C (K + V)); finding the inverse, C² / 3 a token, is left out.
+with H heads of K key and V value dimensions and C positions a chunk; finding (I + L)⁻¹, C² / 3 a token, is left out.
+Sources of the chunked forms: GLA arXiv:2312.06635, section 4; delta rule arXiv:2406.06484, section 3.2, as used by
+GatedDeltaNet (arXiv:2412.06464) and KDA (arXiv:2510.26692).
 """
 
 from collections.abc import Mapping

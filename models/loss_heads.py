@@ -51,9 +51,13 @@ class LossHead(nn.Module):
         """
         if hidden.shape[:-1] != targets.shape:
             wanted = tuple(hidden.shape[:-1])
-            raise ValueError(f"hidden {tuple(hidden.shape)} needs targets of shape {wanted}, got {tuple(targets.shape)}")
+            raise ValueError(
+                f"hidden {tuple(hidden.shape)} needs targets of shape {wanted}, got {tuple(targets.shape)}"
+            )
         if hidden.shape[-1] != weight.shape[-1]:
-            raise ValueError(f"hidden has D = {hidden.shape[-1]}, the classifier weight {tuple(weight.shape)}: D must agree")
+            raise ValueError(
+                f"hidden has D = {hidden.shape[-1]}, the classifier weight {tuple(weight.shape)}: D must agree"
+            )
         if self.shift:
             hidden, targets = hidden[..., : -self.shift, :], targets[..., self.shift :]
         hidden_ND, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
@@ -189,9 +193,13 @@ def check_loss_head(name: str, device_type: str) -> None:
     if name not in HEADS:
         raise ValueError(f"loss={name} does not exist: take one of {', '.join(HEADS)}")
     if name in ("liger", "fla") and device_type != "cuda":
-        raise ValueError(f"loss={name} needs a CUDA GPU (its Triton kernels do not run on a CPU): take loss=cce or loss=chunked")
+        raise ValueError(
+            f"loss={name} needs a CUDA GPU (its Triton kernels do not run on a CPU): take loss=cce or loss=chunked"
+        )
     if name == "compile" and device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
-        raise ValueError("loss=compile needs a C++ compiler on the CPU and none is on the PATH: install g++ or take loss=standard")
+        raise ValueError(
+            "loss=compile needs a C++ compiler on the CPU and none is on the PATH: install g++ or take loss=standard"
+        )
 
 
 def loss_head(name: str, **options) -> LossHead:

@@ -1,7 +1,7 @@
 """Gather finished runs into a result: a JSON-lines file with provenance and a table beside it.
 
-    python scripts/train.py --multirun model=gla,kda loss=compile,cce runs=runs/grid
-    python scripts/collect.py runs/grid results/grid        # → results/grid.jsonl, results/grid.md
+python scripts/train.py --multirun model=gla,kda loss=compile,cce runs=runs/grid
+python scripts/collect.py runs/grid results/grid        # → results/grid.jsonl, results/grid.md
 """
 
 import argparse

@@ -20,8 +20,21 @@ def resolved(*arguments: str) -> dict[str, str]:
     """Name → version of what pip would install, without installing it."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--dry-run", "--ignore-installed",
-                        "--report", str(report), *arguments], check=True)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "-q",
+                "--dry-run",
+                "--ignore-installed",
+                "--report",
+                str(report),
+                *arguments,
+            ],
+            check=True,
+        )
         found = json.loads(report.read_text())["install"]
     return {item["metadata"]["name"].lower().replace("_", "-"): item["metadata"]["version"] for item in found}
 
@@ -31,7 +44,9 @@ def main(target: Path) -> None:
     packages.pop("cce-linear-rnn")
     packages["torch"] = packages["torch"].split("+")[0]
     # The CUDA packages are found by ignoring local wheels and indexes, where a CPU build may be preferred.
-    cuda = resolved("--isolated", "--no-build-isolation", f"torch=={packages['torch']}", f"triton=={packages['triton']}")
+    cuda = resolved(
+        "--isolated", "--no-build-isolation", f"torch=={packages['torch']}", f"triton=={packages['triton']}"
+    )
     for name, version in cuda.items():
         packages.setdefault(name, version)
     target.write_text(HEADER + "".join(f"{name}=={version}\n" for name, version in sorted(packages.items())))

@@ -30,7 +30,9 @@ def create(venv: Path) -> Path:
     if importlib.util.find_spec("ensurepip") is None:
         package = f"python{sys.version_info.major}.{sys.version_info.minor}-venv"
         if os.geteuid() != 0 or shutil.which("apt-get") is None:
-            sys.exit(f"Python's venv module is incomplete here: install it (apt-get install {package}), then make again.")
+            sys.exit(
+                f"Python's venv module is incomplete here: install it (apt-get install {package}), then make again."
+            )
         subprocess.run(["apt-get", "update", "-q"], check=True)
         subprocess.run(["apt-get", "install", "-q", "-y", package], check=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", str(venv)], check=True)
@@ -63,14 +65,21 @@ def main(venv: Path) -> None:
         cpu_build = f"torch=={locked('torch')}+cpu"
         print(f"setup: no GPU here, looking for {cpu_build}", flush=True)
         # The lock pins torch without a build tag; a constraint 'torch==2.x' admits '2.x+cpu'.
-        probe = subprocess.run([*pip, "download", "-q", "--no-deps", "-d", str(venv / "wheels"), cpu_build],
-                               env=environment, stderr=subprocess.DEVNULL, check=False)
+        probe = subprocess.run(
+            [*pip, "download", "-q", "--no-deps", "-d", str(venv / "wheels"), cpu_build],
+            env=environment,
+            stderr=subprocess.DEVNULL,
+            check=False,
+        )
         if probe.returncode == 0:
             install("--find-links", str(venv / "wheels"), cpu_build)
             shutil.rmtree(venv / "wheels")
         else:
-            print("setup: pip sees no CPU build of torch, so the CUDA build comes (gigabytes). To avoid it, set "
-                  "PIP_EXTRA_INDEX_URL to PyTorch's CPU index (pytorch.org, 'Get started') and make again.", flush=True)
+            print(
+                "setup: pip sees no CPU build of torch, so the CUDA build comes (gigabytes). To avoid it, set "
+                "PIP_EXTRA_INDEX_URL to PyTorch's CPU index (pytorch.org, 'Get started') and make again.",
+                flush=True,
+            )
     print("setup: installing the pinned packages", flush=True)
     install("--no-build-isolation", "--editable", str(ROOT))
     (venv / "ready").touch()

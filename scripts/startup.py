@@ -9,6 +9,7 @@ Further arguments with a `=` are overrides: python scripts/startup.py gla loss=c
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -59,7 +60,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as caches:
             cold, provenance = first_step(overrides, Path(caches))
             warm, _ = first_step(overrides, Path(caches))
-        rows = [{"start": "cold", "seconds": cold}, {"start": "warm", "seconds": warm}]
+        rows = [{"start": "cold", "seconds": round(cold, 1)}, {"start": "warm", "seconds": round(warm, 1)}]
+        provenance["command"] = shlex.join(["python", "scripts/startup.py", *sys.argv[1:]])
         path = ROOT / "results" / "startup" / f"{model}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"rows": rows, "overrides": overrides, "provenance": provenance}, indent=1) + "\n")

@@ -31,16 +31,15 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
+import torch
+from triton.runtime.autotuner import Autotuner, Config
+from triton.runtime.cache import triton_key
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from training.provenance import provenance
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-
-import torch  # noqa: E402
-from training.provenance import provenance  # noqa: E402
-from triton.runtime.autotuner import Autotuner, Config  # noqa: E402
-from triton.runtime.cache import triton_key  # noqa: E402
-from triton.runtime.driver import driver  # noqa: E402
-from triton.runtime.jit import JITFunction  # noqa: E402
-
 WARMUP_MS, REPEAT_MS = 5, 20
 SIZE_KEYS = ("K", "V", "D", "S")  # the key names that shared memory grows with
 
@@ -51,8 +50,8 @@ SIZE_KEYS = ("K", "V", "D", "S")  # the key names that shared memory grows with
 def kernel_file(existing: dict | None, autotuner: Autotuner, key: tuple, config: Config, times_ms: list[float]) -> dict:
     """The content of <kernel>.json with one more entry, in the format that FLA's KernelConfigFile reads.
 
-    Entries for larger head dimensions come first: a fuzzy match takes the first, and what fits a large head in shared
-    memory fits a small one.
+    Entries for larger head dimensions come first, among equals the one tuned first: a fuzzy match takes the first, and
+    what fits a large head in shared memory fits a small one.
     `module`, `key_names` and `best_timing` (ms: median, 20 %, 80 %) are for people; FLA passes over them.
     """
     from fla.ops.utils.cache import AutotuneKey
@@ -77,7 +76,7 @@ def kernel_file(existing: dict | None, autotuner: Autotuner, key: tuple, config:
         values = dict(zip(names, entry["autotune_key"]))
         return math.prod(values[n] for n in SIZE_KEYS if isinstance(values.get(n), int))
 
-    entries = dict(sorted(entries.items(), key=lambda item: (-head_size(item[1]), item[0])))
+    entries = dict(sorted(entries.items(), key=lambda item: -head_size(item[1])))
     default = next(iter(entries.values()))["config"]
     return {
         "kernel_name": name,
@@ -350,8 +349,9 @@ def one_step(cfg, device: torch.device) -> None:
 
 
 def training_config(model: str, options: argparse.Namespace):
-    import training.config  # noqa: F401  (registers the resolvers that configs/ uses)
     from hydra import compose, initialize_config_dir
+
+    import training.config  # noqa: F401  (registers the resolvers that configs/ uses)
 
     shape = [f"train.batch_size={options.batch}", f"train.seq_len={options.seq_len}"]
     shape += ["vocab_size=1024"]  # the decoder does not depend on V: a small one saves the time to fill the embeddings

@@ -10,6 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+
 from training.config import CONFIGS
 
 

@@ -1,6 +1,6 @@
 """A process that takes this machine for one with an H200: Triton compiles for it in earnest, and launches nothing.
 
-    PYTHONPATH=scripts python tests/stand_in_h200.py tune FOLDER    # writes FOLDER/<kernel>.json with scripts/tune_fla.py
+    PYTHONPATH=scripts python tests/stand_in_h200.py tune FOLDER    # writes FOLDER/<kernel>.json by scripts/tune_fla.py
     PYTHONPATH=scripts python tests/stand_in_h200.py read ROOT      # what FLA's kernel takes from ROOT/configs/fla
 """
 
@@ -12,6 +12,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import torch
+
 import tune_fla
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
-from training.config import CONFIGS, check_run, total_steps
 
 from models.loss_heads import HEADS
+from training.config import CONFIGS, check_run, total_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 GROUPS = ("model", "size", "loss", "data", "optim", "tracking", "experiment")
@@ -32,9 +32,9 @@ def test_each_choice_composes_and_resolves(compose_config, group, choice):
     cfg = compose_config(f"{group}={choice}")
     resolved = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=group != "data")
     assert resolved["seed"] == 1
-    if group not in ("experiment",):
-        # Experiments override groups; every other group's choice goes by its file's name.
-        assert resolved[group].get("name", resolved[group].get("kind")) == choice
+    if group not in ("experiment", "data"):
+        # An experiment overrides groups, and two choices of data are of one kind; every other choice goes by its file's name.
+        assert resolved[group]["name"] == choice
 
 
 @pytest.mark.parametrize(("model", "size", "loss"), itertools.product(choices("model"), choices("size"), sorted(HEADS)))
@@ -90,7 +90,11 @@ def test_unknown_names_are_refused_by_hydra(compose_config, override):
 
 def test_train_refuses_in_one_line_and_exits_with_2():
     done = subprocess.run(
-        [sys.executable, "scripts/train.py", "loss=liger", "device=cpu"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "scripts/train.py", "loss=liger", "device=cpu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     lines = [line for line in done.stderr.splitlines() if line]

@@ -1,4 +1,4 @@
-"""Data sets of the hub, with a hub that answers from memory: limits, articles, the copy in the cache, and every failure."""
+"""Data sets of the hub, with a hub that answers from memory: limits, articles, the copy in the cache, failures."""
 
 import itertools
 import socket
@@ -23,7 +23,7 @@ class Hub:
     """Stands in for the hub: `load_dataset` streams `splits`, and every call is noted."""
 
     def __init__(self, splits: dict[str, list[dict]]):
-        self.splits, self.calls, self.streamed = splits, [], 0
+        self.splits, self.calls, self.streamed, self.breaks_after = splits, [], 0, None
 
     def dataset_info(self, name: str, timeout: float):
         self.calls.append(("info", name))
@@ -34,7 +34,9 @@ class Hub:
         assert streaming
 
         def rows():
-            for row in self.splits[split]:
+            for number, row in enumerate(self.splits[split]):
+                if number == self.breaks_after:
+                    raise OSError("connection reset\nby peer")
                 self.streamed += 1
                 yield row
 
@@ -119,25 +121,24 @@ def test_unreachable_hub_says_so_in_one_line(tmp_path, monkeypatch):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_stream_that_breaks_leaves_no_half_copy(hub_with, tmp_path):
-    def broken():
-        yield from ROWS[:150]
-        raise OSError("connection reset")
-
-    stand_in = hub_with(train=broken())
-    with pytest.raises(ConnectionError, match="OSError: connection reset"):
+@pytest.mark.parametrize("rows", [0, 1, 150])
+def test_a_stream_that_breaks_leaves_no_half_copy(hub_with, tmp_path, rows):
+    stand_in = hub_with(train=ROWS)
+    stand_in.breaks_after = rows
+    with pytest.raises(ConnectionError, match="OSError: connection reset.: check the name and the network"):
         load("fineweb", tmp_path)
+    assert stand_in.streamed == rows
     assert list((tmp_path / "hub").iterdir()) == []
-    stand_in.splits["train"] = ROWS
+    stand_in.breaks_after = None
     assert load("fineweb", tmp_path).provenance["hub"][0]["rows"] == 200
 
 
 @pytest.mark.parametrize(
     "rows, changes, message",
     [
-        ([], {}, "data.path=HuggingFaceFW/fineweb, split train, has no rows"),
+        ([], {}, "data.path=HuggingFaceFW/fineweb, split train: no text in column text; choose another split"),
         (ROWS, {"text_column": "body"}, "data.text_column=body: HuggingFaceFW/fineweb has the columns text, url"),
-        ([{"text": " "}, {"text": None}], {}, "the training corpus of data.kind=hub is empty"),
+        ([{"text": " "}, {"text": None}], {}, "split train: no text in column text; choose another split"),
         (ROWS[:1], {}, "1 document, and a validation split needs 2"),
     ],
 )

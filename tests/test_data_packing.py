@@ -59,7 +59,7 @@ def test_order_depends_on_seed_and_epoch():
 
 
 def test_order_is_the_same_on_every_machine():
-    """MT19937 seeded with [5, epoch] and Fisher-Yates from the end (frozen by NumPy's NEP 19), written out in Python."""
+    """MT19937 seeded with [seed, epoch] and Fisher-Yates from the end, which NEP 19 froze, written out in Python."""
     seed, windows = 5, 11
 
     def permutation(epoch: int) -> list[int]:
@@ -78,7 +78,7 @@ def test_order_is_the_same_on_every_machine():
 
 
 @settings(max_examples=100, deadline=None)
-@given(**sizes, extra=st.integers(0, 60), seed=st.integers(0, 1000), before=st.integers(0, 30), shuffle=st.booleans())
+@given(**sizes, extra=st.integers(0, 60), seed=st.integers(0, 99), before=st.integers(0, 30), shuffle=st.booleans())
 def test_resume_at_any_position_is_exact(seq_len, batch_size, extra, seed, before, shuffle):
     options = {"seq_len": seq_len, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
     tokens = stream(seq_len + 1 + extra)
@@ -157,7 +157,15 @@ def test_stream_shorter_than_a_window_names_both_numbers():
 
 @pytest.mark.parametrize(
     "options",
-    [{"seq_len": 0}, {"batch_size": 0}, {"rank": 2, "world": 2}, {"rank": -1}, {"world": 0}, {"seed": -1}, {"seed": 2**32}],
+    [
+        {"seq_len": 0},
+        {"batch_size": 0},
+        {"rank": 2, "world": 2},
+        {"rank": -1},
+        {"world": 0},
+        {"seed": -1},
+        {"seed": 2**32},
+    ],
 )
 def test_numbers_out_of_range(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}={next(iter(options.values()))}"):

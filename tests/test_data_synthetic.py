@@ -46,9 +46,7 @@ def test_any_vocabulary(tmp_path, vocab_size, dtype):
 
 
 def test_deterministic_by_seed(tmp_path):
-    one, again, two = (
-        load_data(CFG, vocab_size=1000, seq_len=64, seed=seed, cache_dir=tmp_path) for seed in (1, 1, 2)
-    )
+    one, again, two = (load_data(CFG, vocab_size=1000, seq_len=64, seed=seed, cache_dir=tmp_path) for seed in (1, 1, 2))
     assert np.array_equal(one.train, again.train) and np.array_equal(one.valid, again.valid)
     assert not np.array_equal(one.train, two.train)
     assert not np.array_equal(one.train[:4000], one.valid)

@@ -127,8 +127,8 @@ def test_stream_is_documents_with_an_end_token_around_each(load):
 
 
 def test_stream_up_to_a_number_of_tokens(load):
-    whole, part = load(), load(max_tokens=500, valid_tokens=30)
-    assert len(part.train) == 500 and len(part.valid) == 30
+    whole, part = load(), load(max_tokens=500)
+    assert len(part.train) == 500
     assert np.array_equal(part.train, whole.train[:500])
     used = [document for document in part.provenance["documents"] if document["split"] == "train"]
     ends = np.flatnonzero(whole.train == end_of_document(whole.tokenizer))
@@ -270,6 +270,8 @@ def test_pretrained_from_an_unreachable_hub(load, monkeypatch):
         raise OSError("Name or service not known\nmore")
 
     monkeypatch.setattr(tokenizer.HfApi, "model_info", down)
-    with pytest.raises(ConnectionError, match="tokenizer someone/tokens .*not known.*take data.tokenizer=bpe") as caught:
+    with pytest.raises(
+        ConnectionError, match="tokenizer someone/tokens .*not known.*take data.tokenizer=bpe"
+    ) as caught:
         load(tokenizer="someone/tokens")
     assert "\n" not in str(caught.value)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
+
 from training.measure import MIB, Clock, MemoryProbe, peak_flops
 from training.memory_fit import MARGIN, explain, largest_batch
 from training.optim import adamw, learning_rate

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from training import checkpoint, loop
 from training.loop import RunError, run
 from training.records import read_records
@@ -50,12 +51,17 @@ def test_a_run_records_what_it_says(compose_config, tiny):
 
 
 @pytest.mark.parametrize("model", ["gla", "gated_deltanet", "kda", "transformer"])
-@pytest.mark.parametrize("loss", ["standard", "chunked", "cce", "cce_filter"])
-def test_every_model_trains_with_every_head(compose_config, tiny, model, loss):
-    """On a repetitive stream the loss falls, and every head takes the same path as the standard one."""
-    summary = run(compose_config(*tiny, f"model={model}", f"loss={loss}", "train.steps=6", "checkpoint.every=0"))
-    standard = run(compose_config(*tiny, f"model={model}", "loss=standard", "train.steps=6", "checkpoint.every=0"))
-    assert losses(metrics_of(summary)) == pytest.approx(losses(metrics_of(standard)), abs=2e-3)
+def test_every_model_trains_alike_with_every_head(compose_config, tiny, model):
+    """Every head takes a model down the path that the standard head takes."""
+    curves = {}
+    for loss in ("standard", "compile", "chunked", "cce", "cce_filter"):
+        cfg = compose_config(
+            *tiny, f"model={model}", f"loss={loss}", "train.steps=6", "checkpoint.every=0", "optim.lr=0.01"
+        )
+        curves[loss] = losses(metrics_of(run(cfg)))
+    assert curves["standard"][-1] < curves["standard"][0] - 0.05
+    for loss, curve in curves.items():
+        assert curve == pytest.approx(curves["standard"], abs=2e-3), loss
 
 
 def test_micro_batches_are_one_step(compose_config, tiny):
@@ -99,7 +105,9 @@ def test_killed_run_goes_on_bit_for_bit(tiny, tmp_path, compose_config):
     subprocess.run(command(*overrides), cwd=ROOT, check=True, capture_output=True)
     assert newest_metrics(runs) == metrics, "resume=auto went on in the same folder"
     assert [record["step"] for record in read_records(metrics, "resume")][0] >= 10
-    unbroken = subprocess.run(command(*overrides, f"runs={tmp_path / 'unbroken'}"), cwd=ROOT, check=True, capture_output=True)
+    unbroken = subprocess.run(
+        command(*overrides, f"runs={tmp_path / 'unbroken'}"), cwd=ROOT, check=True, capture_output=True
+    )
     assert unbroken.returncode == 0
     reference = newest_metrics(tmp_path / "unbroken")
     assert losses(metrics) == losses(reference) and len(losses(metrics)) == 400
@@ -132,7 +140,9 @@ def test_half_written_checkpoint_is_not_picked_up(compose_config, tiny, tmp_path
     cfg = compose_config(*tiny, "resume=auto")
     save = checkpoint.dcp.save
     monkeypatch.setattr(
-        checkpoint.dcp, "save", lambda *a, **k: save(*a, **k) if "00000008" not in str(k["checkpoint_id"]) else dies(*a, **k)
+        checkpoint.dcp,
+        "save",
+        lambda *a, **k: save(*a, **k) if "00000008" not in str(k["checkpoint_id"]) else dies(*a, **k),
     )
     with pytest.raises(KeyboardInterrupt):
         run(cfg)
@@ -189,7 +199,9 @@ def test_out_of_memory_says_what_would_fit(compose_config, tiny, monkeypatch):
 
 
 def test_a_sweep_goes_on_past_a_combination_that_cannot_run(tiny, tmp_path):
-    done = subprocess.run(command("--multirun", *tiny, "loss=liger,cce", "train.steps=2"), cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command("--multirun", *tiny, "loss=liger,cce", "train.steps=2"), cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 2 and "train: loss=liger needs a CUDA GPU" in done.stderr
     ends = [read_records(path, "end") for path in (tmp_path / "runs").glob("*/*/metrics.jsonl")]
     assert [end[0]["status"] for end in ends] == ["finished"]
@@ -205,4 +217,3 @@ def test_records_survive_a_torn_last_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps({"kind": "step", "step": 1}) + "\n" + '{"kind": "step", "st')
     assert read_records(path) == [{"kind": "step", "step": 1}]
-

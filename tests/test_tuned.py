@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import tune_fla
 
 import models.tuned as tuned
+import tune_fla
 
 ROOT = Path(__file__).resolve().parents[1]
 STAND_IN = ROOT / "tests" / "stand_in_h200.py"
@@ -99,9 +99,13 @@ def test_a_fuzzy_match_finds_the_largest_head_first():
     assert lookup(64, 4, True, "torch.bfloat16") == 64
     assert lookup(96, 8, True, "torch.bfloat16") == 256
     assert lookup(64, 4, False, "torch.bfloat16") is None
+    # as large a head, tuned later: it is there, behind the first
+    content = tune_fla.kernel_file(content, autotuner(), (256, 2, True, "torch.bfloat16"), Config({"BK": 16}), [1.0])
+    file = KernelConfigFile.from_dict(Path("some_kernel.json"), content)
+    assert lookup(256, 2, True, "torch.bfloat16") == 16 and lookup(96, 8, True, "torch.bfloat16") == 256
     # tuned again: the entry is replaced, not doubled
     content = tune_fla.kernel_file(content, autotuner(), (64, 4, True, "torch.bfloat16"), Config({"BK": 32}), [0.5])
-    assert len(content["autotune_entries"]) == 3
+    assert len(content["autotune_entries"]) == 4
     with pytest.raises(ValueError, match="two kernels are called some_kernel"):
         tune_fla.kernel_file(content, autotuner("fla.b"), (64, 4, True), Config({}), [1.0])
 

@@ -1,7 +1,7 @@
-"""The Triton path: forward_parts and backward_parts with the meaning of those in cce/blockwise.py, for bf16, fp16 and fp32.
+"""The Triton path: forward_parts and backward_parts with the meaning of those in cce/blockwise.py; bf16, fp16, fp32.
 
-Imports Triton, so it is imported only when a tensor takes this path. Under TRITON_INTERPRET=1 (set before this import) the
-kernels run on CPU tensors.
+Imports Triton, so it is imported only when a tensor takes this path. Under TRITON_INTERPRET=1 (set before this import)
+the kernels run on CPU tensors.
 """
 
 from cce.kernels.backward import backward_parts

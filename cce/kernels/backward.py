@@ -1,7 +1,7 @@
-"""Gradients by slices of the vocabulary: a slice's logits are made again, turned into their gradient, and used up at once.
+"""Gradients by slices of the vocabulary: a slice's logits are made again, turned into their gradient, and used up.
 
 For each slice of S classes:
-  1. one kernel recomputes the logits and writes G [N, S], the logits' gradient rounded to the inputs' dtype (workspace);
+  1. one kernel recomputes the logits and writes G [N, S], their gradient rounded to the inputs' dtype (workspace);
   2. dC[slice] = G^T E, one product over all tokens: complete, written once, without locks or compensation;
   3. dE += G C[slice], the only sum over slices: plain, Kahan or fp32 (cce/presets.py).
 """
@@ -19,9 +19,9 @@ from cce.tiles import Tile, filter_tile, logits_tile, slice_width
 _IGNORED = tl.constexpr(IGNORED)
 
 
-# One program makes one tile of G = ((p - q) dloss + p dlse) softcap', with p = softmax and q = (1 - smoothing) onehot + smoothing/V.
-# p = 2^(z log2e - lse log2e) in fp32; the target's entry of p - onehot is expm1(-nll) from the forward, so 1 - p keeps its
-# relative precision as p -> 1 and nothing is subtracted after rounding. G is rounded once, when it is stored.
+# One program makes one tile of G = ((p - q) dloss + p dlse) softcap'; q = (1 - smoothing) onehot + smoothing / V.
+# p = 2^(z log2e - lse log2e) in fp32; the target's entry of p - onehot is expm1(-nll) from the forward, so 1 - p keeps
+# its relative precision as p -> 1 and nothing is subtracted after rounding. G is rounded once, when it is stored.
 # FILTER: Kept gets one byte per tile, 1 if any |p - q| >= eps; a tile that no product will read is not stored.
 # Column sums of the unrounded G go to BiasPart, one row per tile of tokens, and are added in a fixed order afterwards.
 @triton.jit

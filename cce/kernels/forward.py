@@ -15,9 +15,9 @@ _LOWEST = tl.constexpr(-3.0e38)
 _LN2 = tl.constexpr(0.6931471805599453)
 
 
-# One program walks one split of the vocabulary (several tiles) for one tile of tokens: per tile the logits by tl.dot with fp32
-# accumulators, then in the epilogue a running (maximum, sum of exp) per token in base 2. Only that pair leaves the chip:
-# splits x N x 2 fp32 numbers. Splits are merged by the second kernel in a fixed order: bit-identical runs.
+# One program walks one split of the vocabulary (several tiles) for one tile of tokens: per tile the logits (tl.dot with
+# fp32 accumulators), then in the epilogue a running (maximum, sum of exp) per token in base 2. Only that pair is
+# written: splits x N x 2 fp32 numbers. Splits are merged by the second kernel in a fixed order: bit-identical runs.
 # The target's own logit is left out of the sum, so that the loss can be formed as log1p(sum exp(z_v - z_target)).
 @triton.jit
 def _log_sum_exp_kernel(
@@ -58,7 +58,9 @@ def _log_sum_exp_kernel(
 
 
 @triton.jit
-def _merge_kernel(PartMax, PartSum, PartTotal, Rest, Mean, N, V, splits, BLOCK_N: tl.constexpr, NEED_TOTAL: tl.constexpr):
+def _merge_kernel(
+    PartMax, PartSum, PartTotal, Rest, Mean, N, V, splits, BLOCK_N: tl.constexpr, NEED_TOTAL: tl.constexpr
+):
     """rest = log sum over splits of sum * 2^maximum, in natural logarithms."""
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = offs_n < N
@@ -87,7 +89,7 @@ def log_sum_exp(
     need_mean: bool,
     tile: Tile,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-sum-exp over the classes that are not the target, mean logit or 0), each [N] fp32. Ignored tokens: undefined."""
+    """(log-sum-exp over the classes that are not the target, mean logit or 0), each [N] fp32; ignored tokens: any."""
     (N, D), V = e_ND.shape, c_VD.shape[0]
     splits, tiles_per_split = vocabulary_splits(N, V, tile, partials=3 if need_mean else 2)
     parts = torch.empty(3 if need_mean else 2, splits, N, dtype=torch.float32, device=e_ND.device)

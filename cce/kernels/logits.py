@@ -1,4 +1,4 @@
-"""What the kernels share: a tile of logits from fp32 accumulators, the softcap, the order of programs, and host helpers.
+"""What the kernels share: a tile of logits from fp32 accumulators, the softcap, the order of programs.
 
 Shapes: N tokens, D hidden, V vocabulary. Offsets of rows are int64, so N * V and V * D may exceed 2^31.
 """

@@ -1,4 +1,4 @@
-"""Out (+)= A B with fp32 accumulators and a choice of how the sum over calls is rounded; skips the tiles the filter dropped.
+"""Out (+)= A B with fp32 accumulators and a choice of how the sum over calls is rounded; skips dropped tiles.
 
 cuBLAS does the products that end in one call; this kernel does those that cuBLAS has no epilogue for.
 """
@@ -22,8 +22,8 @@ def _step(a_ptrs, b_ptrs, in_m, in_c, in_k, acc, PRECISION: tl.constexpr):
 # One program owns one tile of Out, so nothing is added atomically: it runs over all of K and then adds once.
 # Out and Comp are M x columns in the gradient's dtype, or Out alone in fp32:
 #   plain   Out = round(Out + AB)
-#   Kahan   Comp carries the rounding error of Out: y = AB - Comp; t = round(Out + y); Comp = round((t - Out) - y); Out = t,
-#           worked in fp32. bf16 + bf16 then behave like 16 bits of mantissa at half of fp32's buffer.
+#   Kahan   Comp carries the rounding error of Out: y = AB - Comp; t = round(Out + y); Comp = round((t - Out) - y);
+#           Out = t, worked in fp32. bf16 + bf16 then behave like 16 bits of mantissa at half of fp32's buffer.
 # FILTERED: Kept holds one byte per filter tile of A; a step of K lies in one of them and is skipped if the byte is 0.
 @triton.jit
 def _product_kernel(
@@ -88,11 +88,12 @@ def add_product(
     multiplies A B. Any strides of A; rows of B and out contiguous.
     """
     (M, K), columns = a_MK.shape, b_KC.shape[1]
+    kept_strides = (0, 0) if kept is None else kept.stride()
     tile = tile or product_tile(a_MK.dtype, columns, interpreting())
     kept_tile = kept_tile or filter_tile(interpreting())
     _product_kernel[(triton.cdiv(M, tile.rows) * triton.cdiv(columns, tile.columns),)](
         a_MK, b_KC, out_MC, comp_MC, kept, factor, M, K,
-        a_MK.stride(0), a_MK.stride(1), b_KC.stride(0), out_MC.stride(0), *(kept.stride() if kept is not None else (0, 0)),
+        a_MK.stride(0), a_MK.stride(1), b_KC.stride(0), out_MC.stride(0), *kept_strides,
         COLUMNS=columns, BLOCK_M=tile.rows, BLOCK_C=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
         ADD=add, KAHAN=comp_MC is not None, FILTERED=kept is not None, KEPT_ROWS=kept_tile[0], KEPT_DEPTH=kept_tile[1],
         HAS_FACTOR=factor is not None, PRECISION=precision(a_MK.dtype), num_warps=tile.warps, num_stages=tile.stages,

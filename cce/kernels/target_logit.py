@@ -10,8 +10,8 @@ from cce.targets import OUT_OF_RANGE
 _OUT_OF_RANGE = tl.constexpr(OUT_OF_RANGE)
 
 
-# One program gathers the rows of C for BLOCK_N tokens and multiplies them with E's, exactly in fp32 (a product of two bf16 or
-# fp16 numbers is exact there). Reads 2 N D numbers: bound by memory, negligible beside the logits.
+# One program gathers the rows of C for BLOCK_N tokens and multiplies them with E's in fp32 (where the product of two
+# bf16 or fp16 numbers is exact). Reads 2 N D numbers: bound by memory, negligible beside the logits.
 @triton.jit
 def _target_logit_kernel(
     E, C, Bias, Codes, Out, N, stride_e, stride_c, softcap,
@@ -44,7 +44,7 @@ def target_logit(
     """[N] fp32: the logit of each token's class; NaN for a target out of range, 0 for a token without a class here."""
     N, D = e_ND.shape
     out_N = torch.empty(N, dtype=torch.float32, device=e_ND.device)
-    rows, columns = (16, min(16, triton.next_power_of_2(D))) if interpreting() else (16, min(256, triton.next_power_of_2(D)))
+    rows, columns = 16, min(16 if interpreting() else 256, triton.next_power_of_2(D))
     _target_logit_kernel[(triton.cdiv(N, rows),)](
         e_ND, c_VD, bias_V, codes_N, out_N, N, e_ND.stride(0), c_VD.stride(0), softcap or 1.0,
         D=D, BLOCK_N=rows, BLOCK_D=columns, HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None,

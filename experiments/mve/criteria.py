@@ -20,9 +20,13 @@ class Verdict:
     result: str  # PASS | FAIL | needs a GPU
 
 
-def judge(criterion: str, baseline: str, value: float | None, form: str, target: str, passed: bool, on_gpu: bool) -> Verdict:
+def judge(
+    criterion: str, baseline: str, value: float | None, form: str, target: str, passed: bool, on_gpu: bool
+) -> Verdict:
     shown = "–" if value is None else format(value, form)
-    return Verdict(criterion, BASELINES[baseline], shown, target, ("PASS" if passed else "FAIL") if on_gpu else NEEDS_GPU)
+    return Verdict(
+        criterion, BASELINES[baseline], shown, target, ("PASS" if passed else "FAIL") if on_gpu else NEEDS_GPU
+    )
 
 
 def verdicts(same: list[dict], scan: list[dict]) -> list[Verdict]:
@@ -59,7 +63,9 @@ def verdicts(same: list[dict], scan: list[dict]) -> list[Verdict]:
 
 def best_within(scan: list[dict], loss: str, memory_mib: float) -> dict | None:
     """The fastest run of a head whose peak memory is within `memory_mib`."""
-    runs = [r for r in scan if r["loss"] == loss and r["status"] == "finished" and r["peak_allocated_mib"] <= memory_mib]
+    runs = [
+        r for r in scan if r["loss"] == loss and r["status"] == "finished" and r["peak_allocated_mib"] <= memory_mib
+    ]
     return max(runs, key=lambda r: r["tokens_per_second"], default=None)
 
 
@@ -68,6 +74,9 @@ def as_text(table: list[Verdict]) -> str:
     lines = ["| criterion | against | value | target | verdict |", "| --- | --- | --- | --- | --- |"]
     lines += [f"| {v.criterion} | {v.baseline} | {v.value} | {v.target} | {v.result} |" for v in table]
     failed = [v for v in table if v.result == "FAIL"]
-    lines += ["", f"{sum(v.result == 'PASS' for v in table)} pass, {len(failed)} fail, "
-                  f"{sum(v.result == NEEDS_GPU for v in table)} need a GPU."]
+    lines += [
+        "",
+        f"{sum(v.result == 'PASS' for v in table)} pass, {len(failed)} fail, "
+        f"{sum(v.result == NEEDS_GPU for v in table)} need a GPU.",
+    ]
     return "\n".join(lines) + "\n"

@@ -8,8 +8,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 COLOURS = {"standard": "#7f7f7f", "compile": "#1f77b4", "liger": "#ff7f0e", "chunked": "#9467bd", "cce": "#d62728"}
-LABELS = {"standard": "standard (eager)", "compile": "standard (compiled)", "liger": "Liger", "chunked": "chunked (PyTorch)",
-          "cce": "CCE-Kahan (ours)"}
+LABELS = {
+    "standard": "standard (eager)",
+    "compile": "standard (compiled)",
+    "liger": "Liger",
+    "chunked": "chunked (PyTorch)",
+    "cce": "CCE-Kahan (ours)",
+}
 
 
 def draw(path: Path, same: list[dict], scan: list[dict], curves: dict[str, list[float]]) -> None:
@@ -39,8 +44,11 @@ def draw(path: Path, same: list[dict], scan: list[dict], curves: dict[str, list[
 
     if scan:
         for head in dict.fromkeys(row["loss"] for row in scan):
-            points = sorted((r["batch_size"], r["tokens_per_second"] / 1e3) for r in scan
-                            if r["loss"] == head and r["status"] == "finished")
+            points = sorted(
+                (r["batch_size"], r["tokens_per_second"] / 1e3)
+                for r in scan
+                if r["loss"] == head and r["status"] == "finished"
+            )
             right.plot(*zip(*points), marker="o", color=COLOURS[head], label=LABELS[head])
         right.set_xscale("log", base=2)
         right.set(xlabel="batch size B (sequences)", ylabel="thousand tokens / s", title="Throughput over batch size")

@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import torch  # noqa: E402
 from criteria import as_text, verdicts  # noqa: E402
 from picture import draw  # noqa: E402
+
 from training.records import read_records  # noqa: E402
 from training.results import collect_rows, write_rows  # noqa: E402
 from training.run_folder import METRICS  # noqa: E402
@@ -50,7 +51,9 @@ def machine() -> str:
 def main(overrides: list[str]) -> None:
     runs = ROOT / "runs" / "mve"
     if not torch.cuda.is_available():
-        print("mve: no GPU here: a scaled-down run of the heads that run on a CPU; memory and speed need a GPU to be judged")
+        print(
+            "mve: no GPU here: a scaled-down run of the heads that run on a CPU; memory and speed need a GPU to be judged"
+        )
     for head in heads():
         train(f"loss={head}", f"runs={runs / 'same'}", "resume=auto", *overrides)
     # The newest run of each head: older ones of other days may lie beside it.

@@ -1,9 +1,9 @@
 """FLA's operations on the CPU, in PyTorch, registered at FLA's own extension point.
 
 FLA 0.6.0 has Triton kernels only; they need a GPU and do not run in Triton's interpreter. Its functions are dispatched,
-though: `fla.backends.register` adds an implementation that is tried before the kernel, if its verifier accepts the call.
+though: `fla.backends.register` adds an implementation that is tried before the kernel if its verifier accepts the call.
 Ours accepts a call whose tensors are all on the CPU, so tensors on a GPU take FLA's kernels as before. Importing this
-package registers every function that GLA, GatedDeltaNet and KDA reach in training and evaluation, with and without cache.
+package registers every function that GLA, GatedDeltaNet and KDA reach in training and evaluation.
 
 Two functions on that path are not dispatched in FLA 0.6.0: the recurrent forms that GLA's layer takes up to T = 64 and
 GatedDeltaNet's for evaluation up to T = 64. They get FLA's own `dispatch` here, in the modules that call them.
@@ -46,7 +46,7 @@ def in_full_precision(function: Callable) -> Callable:
     def wrapped(*args, cu_seqlens=None, **kwargs):
         if cu_seqlens is not None:
             raise NotImplementedError(
-                f"{function.__name__} got cu_seqlens: packed or padded sequences need a GPU; pass no attention mask on a CPU"
+                f"{function.__name__} got cu_seqlens: packed or padded sequences need a GPU, a CPU takes no attention mask"
             )
         with torch.autocast("cpu", enabled=False):
             return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Swish and SwiGLU on the CPU: swish(x) = x · σ(x), SwiGLU(x, y) = swish(x) · y; signatures of fla.modules.activations."""
+"""Swish and SwiGLU on the CPU: swish(x) = x · σ(x), SwiGLU(x, y) = swish(x) · y, as in fla.modules.activations."""
 
 import torch
 import torch.nn.functional as F

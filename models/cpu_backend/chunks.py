@@ -34,7 +34,7 @@ def decayed_products(
     """The lower triangle of a chunk's products, A_ij = Σ_d left_id · right_jd · exp(g_id − g_jd) for j ≤ i, else 0.
 
     g is a running sum of log decays, so it falls along C and the exponent is never positive for j ≤ i. The factors
-    exp(g_i) and exp(−g_j) apart would under- and overflow; the secondary chunking of GLA (Yang et al. 2024, section 4.3)
+    exp(g_i) and exp(−g_j) apart would under- and overflow; the secondary chunking of GLA (arXiv:2312.06635, section 4)
     splits the sum at a row m between j and i, exp(g_i − g_m) · exp(g_m − g_j), with both exponents ≤ 0. Here it is
     carried through: the triangle of 2h rows is two triangles of h rows and one square, whose m is the last early row.
 

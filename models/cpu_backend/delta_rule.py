@@ -1,12 +1,13 @@
-"""The gated delta rule on the CPU: `chunk_gated_delta_rule` (GatedDeltaNet), `chunk_kda` (KDA) and their recurrent forms.
+"""The gated delta rule on the CPU: `chunk_gated_delta_rule` (GatedDeltaNet), `chunk_kda` (KDA), their recurrent forms.
 
 Per head, with S a K×V state, α_t the decay (a scalar in GatedDeltaNet, arXiv:2412.06464; a vector over K in KDA,
 arXiv:2510.26692) and β_t the writing strength:
 
     S'_t = diag(α_t) S_{t−1},   S_t = S'_t + β_t k_tᵀ (v_t − k_t S'_t),   o_t = scale · q_t S_t.
 
-Over chunks of C positions the writes of a chunk solve one triangular system (the WY form of arXiv:2406.06484, section 3.2):
-with b the running sum of log α in the chunk, h the state at its start, L_ij = β_i Σ_d k_id k_jd exp(b_id − b_jd) (j < i),
+Over chunks of C positions the writes of a chunk solve one triangular system (the WY form of arXiv:2406.06484, section
+3.2): with b the running sum of log α in the chunk, h the state at its start, L_ij = β_i Σ_d k_id k_jd exp(b_id − b_jd)
+(j < i),
 
     (I + L) [W, U] = [β k ⊙ exp(b), β v],   U' = U − W h   (row i: what position i writes to the state),
     o = scale · ((q ⊙ exp(b)) h + A U'),    A_ij = Σ_d q_id k_jd exp(b_id − b_jd) (j ≤ i),
@@ -186,7 +187,7 @@ def delta_rule(
 
 
 def row_products(left: Tensor, right: Tensor, b: Tensor) -> Tensor:
-    """Σ_d left_id right_jd exp(b_id − b_jd) for j ≤ i, else 0; a scalar decay (last axis 1) leaves the plain product."""
+    """Σ_d left_id right_jd exp(b_id − b_jd) for j ≤ i, else 0; a scalar decay has 1 as its last axis."""
     if b.shape[-1] > 1:
         return decayed_products(left, right, b)
     above = torch.ones(b.shape[-2], b.shape[-2], dtype=torch.bool).triu(1)

@@ -1,4 +1,4 @@
-"""The inner functions of FLA's `chunk_gla` on the CPU (fla.ops.gla.chunk, fla.ops.common.chunk_h, fla.ops.utils.cumsum).
+"""The inner functions of FLA's `chunk_gla` on the CPU (of fla.ops.gla.chunk, common.chunk_h and utils.cumsum).
 
 Gated linear attention (Yang et al. 2024, arXiv:2312.06635, section 4): per head, with S a K×V state and α_t = exp(g_t),
 
@@ -9,8 +9,9 @@ Over chunks of C positions, with b the running sum of g inside a chunk and h the
     o = scale · (q ⊙ exp(b)) h + A v,   A_ij = scale · Σ_d q_id k_jd exp(b_id − b_jd) (j ≤ i),
     next h = diag(exp(b_last)) h + (k ⊙ exp(b_last − b))ᵀ v.
 
-As in FLA's kernels, b comes in units of log 2 (hence exp2), A has shape (B, T, H, C), and h lists the states of all chunks.
-Everything adds up in float32 (float64 for float64 inputs). Suffixes: B batch, T time, H heads, N chunks, C chunk, K, V dims.
+As in FLA's kernels, b comes in units of log 2 (hence exp2), A has shape (B, T, H, C), h lists the states of all chunks.
+Everything adds up in float32 (float64 for float64 inputs).
+Suffixes: B batch, T time, H heads, N chunks, C chunk, K, V dims.
 """
 
 import torch
@@ -51,7 +52,7 @@ def chunk_fwd_h(
     states_in_fp32: bool = False,
     **_,
 ) -> tuple[Tensor, Tensor | None]:
-    """The states at the chunks' starts (B, N, H, K, V) and after the last one (B, H, K, V); V, K with `state_v_first`."""
+    """The states at the chunks' starts (B, N, H, K, V) and after the last (B, H, K, V); V, K with `state_v_first`."""
     only_key_decay(gk, g, g_gamma, gv, split_size)
     (b, k_NC, v_NC), dtype = chunked(chunk_size, gk, k, v)
     b_last = b[..., -1:, :]
@@ -172,10 +173,10 @@ def chunk_gla_bwd_dqkg(
     chunk_size: int = 64,
     **_,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq and dk with the states' share added to what came from inside the chunk, and dg (of the decays, not their sums).
+    """dq and dk with the states' share added to what came from inside the chunk, and dg (of decays, not their sums).
 
-    b_id enters as exp(b) beside q and exp(−b) beside k, so its gradient is q ⊙ dq − k ⊙ dk; b_last also scales the state
-    and k on their way out: Σ_v h ⊙ dh · exp(b_last) + Σ_i k ⊙ dk_out. g_t is in every b_i with i ≥ t: a reverse sum.
+    b_id enters as exp(b) beside q and exp(−b) beside k, so its gradient is q ⊙ dq − k ⊙ dk; b_last also scales the
+    state and k on their way out: Σ_v h ⊙ dh · exp(b_last) + Σ_i k ⊙ dk_out. g_t is in every b_i, i ≥ t: a reverse sum.
     """
     (b, q_NC, k_NC, v_NC, do_NC, dq_NC, dk_NC), dtype = chunked(chunk_size, g, q, k, v, do, dq, dk)
     h, dh = key_first(h, state_v_first).to(dtype), key_first(dh, state_v_first).to(dtype)
@@ -205,7 +206,7 @@ def fused_recurrent_fwd(
     state_v_first: bool = False,
     **_,
 ) -> tuple[Tensor, Tensor | None]:
-    """FLA's recurrent kernel, which its GLA layer takes up to T = 64: the same function, computed as one or more chunks."""
+    """FLA's recurrent kernel, which its GLA layer takes up to T = 64: the same function, computed in chunks."""
     only_key_decay(gk, g, g_gamma, gv, reverse or None)
     _, _, _, state, o = fla_chunk_gla_fwd(
         q, k, v, gk, None, scale, initial_state, output_final_state, state_v_first, chunk_size=recurrent_chunk(q)
@@ -247,7 +248,9 @@ def recurrent_chunk(q: Tensor) -> int:
 
 def only_key_decay(gk, *others) -> None:
     if gk is None or any(other is not None for other in others):
-        raise NotImplementedError("the CPU backend decays states along the keys only, as GLA does: run other ops on a GPU")
+        raise NotImplementedError(
+            "the CPU backend decays states along the keys only, as GLA does: run other ops on a GPU"
+        )
 
 
 def chunked(chunk_size: int, b: Tensor, *tensors: Tensor) -> tuple[list[Tensor], torch.dtype]:

@@ -45,7 +45,9 @@ def layer_norm_bwd(
 ):
     """Returns dx, dweight, dbias, dresidual (None without a residual), and y again if `recompute_output`."""
     x_hat = normalized(x.to(compute_dtype(x)), mean, rstd)
-    results = norm_gradients(dy.to(x_hat.dtype), x, x_hat, weight, bias, mean, rstd, dres, has_residual, x_dtype, num_groups)
+    results = norm_gradients(
+        dy.to(x_hat.dtype), x, x_hat, weight, bias, mean, rstd, dres, has_residual, x_dtype, num_groups
+    )
     return (*results, affine(x_hat, weight, bias, num_groups).to(dy.dtype)) if recompute_output else results
 
 

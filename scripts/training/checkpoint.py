@@ -1,7 +1,6 @@
 """Checkpoints by PyTorch's distributed checkpoint (DCP), whole or not at all.
 
-A checkpoint is the folder `<run>/checkpoints/step-<step>`: model, optimizer, random states and the position in the data.
-It is written under another name and renamed when complete, so a half-written one is never picked up.
+A checkpoint is the folder `<run>/checkpoints/step-<step>`: DCP's files of model and optimizer, and progress.pt. It is written under another name and renamed when complete, so a half-written one is never picked up.
 """
 
 import random
@@ -16,10 +15,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+PROGRESS = "progress.pt"  # step, position in the data, random states
 COMPLETE = re.compile(r"step-(\d{8})")
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: dict, *, keep: int) -> Path:
+def save(
+    folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, position: dict, *, keep: int
+) -> Path:
     """Write the checkpoint of a step under `folder` and delete all but the last `keep` of them."""
     target = folder / f"step-{step:08d}"
     partial = folder / f"partial-{step:08d}"
@@ -27,7 +29,8 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
         shutil.rmtree(stale)
     shutil.rmtree(target, ignore_errors=True)
     with quiet():
-        dcp.save(state(model, optimizer) | {"progress": progress(step, position)}, checkpoint_id=partial)
+        dcp.save(state(model, optimizer), checkpoint_id=partial)
+    torch.save(progress(step, position), partial / PROGRESS)
     partial.rename(target)
     for old in completed(folder)[:-keep]:
         shutil.rmtree(old)
@@ -36,11 +39,12 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optim
 
 def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, dict]:
     """Restore model, optimizer and random states in place; return (step, position in the data)."""
-    state_dict = state(model, optimizer) | {"progress": progress(0, {})}
+    state_dict = state(model, optimizer)
     with quiet():
         dcp.load(state_dict, checkpoint_id=checkpoint)
         set_state_dict(model, optimizer, model_state_dict=state_dict["model"], optim_state_dict=state_dict["optimizer"])
-    restored = state_dict["progress"]
+    # Our own file, with NumPy's and Python's random states: more than weights.
+    restored = torch.load(checkpoint / PROGRESS, weights_only=False)
     torch.set_rng_state(restored["torch"])
     random.setstate(restored["python"])
     numpy.random.set_state(restored["numpy"])

@@ -51,13 +51,19 @@ def check_run(cfg: DictConfig) -> None:
     if train.steps is None and train.tokens is None:
         raise ValueError("train.steps and train.tokens are both null: give one of them")
     if total_steps(train) < 1:
-        raise ValueError(f"train.steps = {train.steps}, train.tokens = {train.tokens}: the run would have no step; give 1 or more")
+        raise ValueError(
+            f"train.steps = {train.steps}, train.tokens = {train.tokens}: the run would have no step; give 1 or more"
+        )
     if train.autocast not in (None, "bfloat16"):
-        raise ValueError(f"train.autocast is {train.autocast}: take bfloat16, or null for none (float16 would need loss scaling)")
+        raise ValueError(
+            f"train.autocast is {train.autocast}: take bfloat16, or null for none (float16 would need loss scaling)"
+        )
     if train.param_dtype not in ("float32", "bfloat16"):
         raise ValueError(f"train.param_dtype is {train.param_dtype}: take float32 or bfloat16")
     if cfg.checkpoint.keep < 1:
-        raise ValueError(f"checkpoint.keep is {cfg.checkpoint.keep}: give 1 or more (the last good checkpoint is what resumes)")
+        raise ValueError(
+            f"checkpoint.keep is {cfg.checkpoint.keep}: give 1 or more (the last good checkpoint is what resumes)"
+        )
     if not (0 < cfg.optim.lr < 10):
         raise ValueError(f"optim.lr is {cfg.optim.lr}: give a learning rate between 0 and 10")
     if cfg.resume not in ("never", "auto") and not Path(cfg.resume, "config.yaml").is_file():

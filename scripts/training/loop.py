@@ -7,10 +7,12 @@ back to the stack. That changes no number, and its time and memory can be read o
 With micro_batches > 1 the loss is the mean over all tokens of the step: a micro-batch counts by its share of targets.
 """
 
+import json
 import math
 import random
 import signal
 import statistics
+import sys
 from pathlib import Path
 
 import numpy
@@ -23,7 +25,7 @@ from models import build_model, classifier, final_hidden, flops_per_token
 from models.loss_heads import IGNORE_INDEX, loss_head
 from training import checkpoint
 from training.config import check_run, device_type, total_steps
-from training.data import PackedBatches, load_data, evaluation_batches
+from training.data import PackedBatches, evaluation_batches, load_data
 from training.measure import MIB, Clock, MemoryProbe, peak_flops, seconds_since_start
 from training.memory_fit import explain, largest_batch
 from training.optim import adamw, learning_rate
@@ -52,7 +54,9 @@ def run(cfg: DictConfig) -> dict:
     """
     check_run(cfg)
     seed_everything(cfg.seed)
-    data = load_data(cfg.data, vocab_size=cfg.vocab_size, seq_len=cfg.train.seq_len, seed=cfg.seed, cache_dir=Path(cfg.cache))
+    data = load_data(
+        cfg.data, vocab_size=cfg.vocab_size, seq_len=cfg.train.seq_len, seed=cfg.seed, cache_dir=Path(cfg.cache)
+    )
     training = Training(cfg, data)
     try:
         return training.go()
@@ -84,7 +88,9 @@ class Training:
         )
         self.head = loss_head(**OmegaConf.to_container(cfg.loss))
         self.optimizer = adamw(self.model, cfg.optim, self.device)
-        self.batches = PackedBatches(data.train, seq_len=cfg.train.seq_len, batch_size=cfg.train.batch_size, seed=cfg.seed)
+        self.batches = PackedBatches(
+            data.train, seq_len=cfg.train.seq_len, batch_size=cfg.train.batch_size, seed=cfg.seed
+        )
         flops = flops_per_token(cfg.model, cfg.size, cfg.vocab_size, cfg.train.seq_len)
         peak = peak_flops(self.device)
         self.mfu_per_rate = None if peak is None else flops / peak  # MFU of one token a second
@@ -112,12 +118,20 @@ class Training:
                 name=f"{cfg.model.name}-{cfg.size.name}-{cfg.loss.name}",
                 config=config,
                 provenance=source,
-                data=data.provenance,
+                data=self.note_documents(data.provenance),
                 parameters=sum(p.numel() for p in self.model.parameters()),
             )
         self.pending: list[dict] = []  # steps whose device values have not been read yet
         self.measured: list[dict] = []  # step records of this process
         self.stop_signal: int | None = None
+
+    def note_documents(self, source: dict) -> dict:
+        """The data's provenance with the list of its documents (name, sha256, bytes) in documents.jsonl beside the records."""
+        if "documents" not in source:
+            return source
+        lines = [json.dumps(document) + "\n" for document in source["documents"]]
+        (self.folder / "documents.jsonl").write_text("".join(lines))
+        return {**source, "documents": len(lines)}
 
     def close(self) -> None:
         self.records.close()
@@ -127,7 +141,9 @@ class Training:
     def go(self) -> dict:
         cfg = self.cfg
         handlers = {number: signal.signal(number, self.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        bar = tqdm(total=self.steps, initial=self.step, unit="step", dynamic_ncols=True, desc=self.folder.parent.name)
+        # A terminal sees the bar move; a log file gets a line now and then.
+        every = 0.1 if sys.stderr.isatty() else 15
+        bar = tqdm(total=self.steps, initial=self.step, unit="step", mininterval=every, desc=self.folder.parent.name)
         try:
             while self.step < self.steps and self.stop_signal is None:
                 self.take_step()
@@ -284,7 +300,8 @@ class Training:
         self.pending.clear()
         if record is not None:
             bar.set_postfix_str(
-                f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tok/s, peak {record['peak_allocated_mib']:,.0f} MiB"
+                f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tok/s, peak {record['peak_allocated_mib']:,.0f} MiB",
+                refresh=False,
             )
 
     def not_finite(self, step: int, loss: float) -> str:
@@ -317,7 +334,9 @@ class Training:
 
     def save(self) -> None:
         folder = self.folder / CHECKPOINTS
-        checkpoint.save(folder, self.step, self.model, self.optimizer, self.batches.state_dict(), keep=self.cfg.checkpoint.keep)
+        checkpoint.save(
+            folder, self.step, self.model, self.optimizer, self.batches.state_dict(), keep=self.cfg.checkpoint.keep
+        )
 
     def summary(self) -> dict:
         steps = self.measured

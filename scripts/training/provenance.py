@@ -11,8 +11,18 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("torch", "triton", "flash-linear-attention", "fla-core", "liger-kernel", "transformers", "datasets", "tokenizers",
-            "hydra-core", "wandb")
+PACKAGES = (
+    "torch",
+    "triton",
+    "flash-linear-attention",
+    "fla-core",
+    "liger-kernel",
+    "transformers",
+    "datasets",
+    "tokenizers",
+    "hydra-core",
+    "wandb",
+)
 
 
 def provenance(seed: int | None = None) -> dict:

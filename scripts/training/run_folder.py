@@ -1,4 +1,5 @@
-"""Where a run lives: runs/<model>-<size>-<loss>/<date-time>, with config.yaml, metrics.jsonl and checkpoints/.
+"""Where a run lives: runs/<model>-<size>-<loss>/<date-time>, with config.yaml, metrics.jsonl,
+documents.jsonl (name, hash and size of each document of the corpus) and checkpoints/.
 
 `resume=never` opens a new folder. `resume=auto` goes on with the newest folder of the same configuration that is not
 finished, and opens a new one where there is none, so a job that is started again and again ends up complete.

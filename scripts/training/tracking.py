@@ -32,7 +32,10 @@ class Tracker:
         if self.run is not None:
             values = {name: value for name, value in record.items() if name not in ("kind", "step")}
             prefix = "valid" if record["kind"] == "eval" else "train"
-            self.run.log({f"{prefix}/{name.removeprefix('valid_')}": value for name, value in values.items()}, step=record["step"])
+            self.run.log(
+                {f"{prefix}/{name.removeprefix('valid_')}": value for name, value in values.items()},
+                step=record["step"],
+            )
 
     def finish(self, summary: dict) -> None:
         if self.run is not None:

@@ -11,6 +11,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
@@ -48,30 +49,30 @@ def hub_corpus(cfg: dict, split: str, cache_dir: Path) -> tuple[Corpus, dict]:
 
 def download(request: dict, folder: Path) -> None:
     """Stream the documents of a request into `folder`, which appears whole or not at all."""
-    path, split = request["path"], request["split"]
+    path, split, column = request["path"], request["split"], request["text_column"]
     partial = folder.with_name(f".{uuid.uuid4().hex[:8]}.partial")
     partial.mkdir(parents=True)
     try:
-        try:
+        with hub_errors(path):
             # Asked first, because it answers within seconds where the streaming reader would retry for minutes.
             revision = HfApi().dataset_info(path, timeout=SECONDS_TO_ANSWER).sha
             log.info("streaming %s, split %s, from the hub", path, split)
             rows = iter(datasets.load_dataset(path, request["subset"], split=split, streaming=True, revision=revision))
-            first = list(itertools.islice(rows, 1))
-        except Exception as error:
-            raise unreachable(path, error) from error
+            row = next(rows, {column: ""})
+        if column not in row:
+            raise ValueError(f"data.text_column={column}: {path} has the columns {', '.join(row)}")
+        found = documents(itertools.chain([row], rows), request)
+        with hub_errors(path):
+            first = list(itertools.islice(found, 1))
         if not first:
-            raise ValueError(f"data.path={path}, split {split}, has no rows: choose another split")
-        if request["text_column"] not in first[0]:
-            raise ValueError(f"data.text_column={request['text_column']}: {path} has the columns {', '.join(first[0])}")
-        try:
+            raise ValueError(f"data.path={path}, split {split}: no text in column {column}; choose another split")
+        with hub_errors(path):
             stored = datasets.Dataset.from_generator(
-                lambda: documents(itertools.chain(first, rows), request),
+                lambda: itertools.chain(first, found),
                 features=datasets.Features({"name": datasets.Value("string"), "text": datasets.Value("large_string")}),
                 cache_dir=str(partial / "arrow"),
+                fingerprint=cache_key(**request, revision=revision),  # given, because a stream cannot be hashed
             )
-        except Exception as error:
-            raise unreachable(path, error.__cause__ or error) from error
         stored.save_to_disk(str(partial / "whole"))
         origin = {**request, "revision": revision, "rows": len(stored)}
         (partial / "whole" / ORIGIN).write_text(json.dumps(origin, indent=1))
@@ -82,6 +83,20 @@ def download(request: dict, folder: Path) -> None:
                 raise
     finally:
         shutil.rmtree(partial)
+
+
+@contextmanager
+def hub_errors(path: str) -> Iterator[None]:
+    """Whatever goes wrong between here and the hub becomes a ConnectionError of one line that names the alternative."""
+    try:
+        yield
+    except Exception as error:  # of httpx, fsspec, pyarrow, datasets, …: they have no common class
+        cause = error.__cause__ or error
+        reason = (str(cause).strip().splitlines() or [""])[0][:200]
+        raise ConnectionError(
+            f"cannot read {path} from the Hugging Face hub ({type(cause).__name__}: {reason}): "
+            "check the name and the network, or take local text: data=text data.train=<file>, or data=stdlib"
+        ) from error
 
 
 def documents(rows: Iterable[dict], request: dict) -> Iterator[dict]:
@@ -108,11 +123,3 @@ def joined(lines: Iterable[str], start: re.Pattern) -> Iterator[str]:
         gathered.append(line or "\n")
     if gathered:
         yield "".join(gathered)
-
-
-def unreachable(path: str, error: BaseException) -> ConnectionError:
-    reason = (str(error).strip().splitlines() or [""])[0][:200]
-    return ConnectionError(
-        f"cannot read {path} from the Hugging Face hub ({type(error).__name__}: {reason}): "
-        "check the name and the network, or take local text: data=text data.train=<file>, or data=stdlib"
-    )

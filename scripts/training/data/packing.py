@@ -57,11 +57,6 @@ class PackedBatches:
         rows = torch.from_numpy(self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int64))
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
-    @property
-    def epoch(self) -> float:
-        """Passes over the corpus so far."""
-        return self.position / self.windows
-
     def window_at(self, place: int) -> int:
         epoch, index = divmod(place, self.windows)
         if not self.shuffle:

@@ -1,0 +1,274 @@
+"""The Triton kernels on a CUDA GPU: options against fp64, accuracy against the standard path, memory, int64 offsets.
+
+Few distinct shapes and options on purpose: every combination of a kernel's compile-time options costs seconds once.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cce_formula import formula, gradients, inputs, relative
+
+import cce
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 8e-4, torch.bfloat16: 5e-3}
+BF16 = torch.bfloat16
+MIB = 2**20
+
+
+def on_gpu(*args, **kwargs):
+    return inputs(*args, device="cuda", **kwargs)
+
+
+def check(e, c, targets, bias, *, impl="cce_kahan_full_c", workspace_mib=None, **options):
+    result = cce.linear_cross_entropy(e, c, targets, bias, impl=impl, workspace_mib=workspace_mib, **options)
+    with_lse = options.pop("return_lse", False)
+    loss, lse = result if with_lse else (result, None)
+    expected, expected_lse = formula(e, c, targets, bias, **options)
+    assert loss.shape == expected.shape and loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=3e-6, atol=1e-5)
+    if with_lse:
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-6, atol=1e-5)
+        loss, expected = loss.sum() + 0.5 * lse.sum(), expected.sum() + 0.5 * expected_lse.sum()
+    upstream = None if loss.ndim == 0 else torch.rand(loss.shape, device="cuda")
+    tensors = [t for t in (e, c, bias) if t is not None]
+    ours = torch.autograd.grad(loss, tensors, upstream)
+    theirs = gradients(expected, tensors, None if upstream is None else upstream.double())
+    for own, tensor, reference in zip(ours, tensors, theirs):
+        assert own.dtype == tensor.dtype
+        assert relative(own, reference) < TOLERANCE[e.dtype]
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("softcap,bias", [(None, False), (3.0, True)])
+def test_matrix(dtype, softcap, bias):
+    """reduction x shift x ignored x exact preset; remainders in N, D and V; one and several slices."""
+    for reduction, shift, ignored, impl in itertools.product(
+        ("mean", "sum", "none"), (0, 2), (0.0, 0.3), ("cce_kahan_full_c", "cce_exact")
+    ):
+        e, c, targets, b = on_gpu((3, 109), 72, 1000, dtype, bias=bias, ignored=ignored)
+        options = dict(impl=impl, reduction=reduction, shift=shift, softcap=softcap)
+        check(e, c, targets, b, workspace_mib=0.2, **options)
+        if reduction == "mean":
+            check(e, c, targets, b, **options)
+
+
+@pytest.mark.parametrize("n,d,v", [(1, 64, 50), (300, 1024, 4000), (257, 1000, 513), (5, 3, 2)])
+def test_shapes(n, d, v):
+    e, c, targets, b = on_gpu(n, d, v, BF16, bias=True)
+    check(e, c, targets, b, workspace_mib=0.5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_z_loss_label_smoothing_and_lse(dtype, softcap):
+    e, c, targets, b = on_gpu(300, 72, 1000, dtype, bias=True, ignored=0.2)
+    options = dict(z_loss=1e-2, label_smoothing=0.1, softcap=softcap, return_lse=True)
+    check(e, c, targets, b, workspace_mib=0.2, **options)
+
+
+def test_float64_takes_the_blockwise_path():
+    e, c, targets, b = on_gpu(300, 40, 500, torch.float64, bias=True, ignored=0.2)
+    loss = cce.linear_cross_entropy(e, c, targets, b)
+    expected = formula(e, c, targets, b)[0]
+    torch.testing.assert_close(loss, expected)
+    assert all(relative(a, r) < 1e-12 for a, r in zip(gradients(loss, [e, c, b]), gradients(expected, [e, c, b])))
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+def test_no_further_off_than_the_standard_path(scale):
+    """Exact presets at N = 4096, D = 1024, V = 16384, several slices, on a flat and on a peaked softmax."""
+    e, c, targets, _ = on_gpu(4096, 1024, 16384, BF16, scale=scale)
+    expected_loss, _ = formula(e, c, targets)
+    expected = gradients(expected_loss, [e, c])
+    standard = gradients(F.cross_entropy(F.linear(e, c).float(), targets), [e, c])
+    errors = {}
+    for impl in ("cce_kahan_full_c", "cce_exact", "plain"):
+        options = dict(impl="cce", filter_eps=None) if impl == "plain" else dict(impl=impl)
+        loss = cce.linear_cross_entropy(e, c, targets, workspace_mib=8, **options)
+        assert abs(loss.item() / expected_loss.item() - 1) < 1e-6
+        errors[impl] = [relative(a, b) for a, b in zip(gradients(loss, [e, c]), expected)]
+    limit = [1.05 * relative(a, b) for a, b in zip(standard, expected)]
+    for impl in ("cce_kahan_full_c", "cce_exact"):
+        assert all(error < bound for error, bound in zip(errors[impl], limit)), (impl, errors, limit)
+    assert errors["cce_kahan_full_c"][0] < 1.1 * errors["cce_exact"][0], errors
+    assert errors["plain"][0] > errors["cce_kahan_full_c"][0], errors
+
+
+@pytest.mark.parametrize("gap", [5.0, 14.0, 30.0])
+def test_confident_target_keeps_its_precision(gap):
+    v = 256
+    c = torch.eye(v, dtype=BF16, device="cuda", requires_grad=True)
+    e = (torch.eye(v, device="cuda") * gap).to(BF16).requires_grad_()
+    loss = cce.linear_cross_entropy(e, c, torch.arange(v, device="cuda"), reduction="sum")
+    nll = math.log1p((v - 1) * math.exp(-gap))
+    assert abs(loss.item() / (v * nll) - 1) < 3e-6
+    ours = gradients(loss, [e])[0].diagonal()
+    torch.testing.assert_close(ours, torch.full_like(ours, math.expm1(-nll)), rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("filter_e,filter_c", [(True, True), (True, False), (False, True)])
+def test_filter_equals_its_definition(filter_e, filter_c):
+    n, d, v, eps = 1000, 64, 4000, 0.01
+    e, c, targets, _ = on_gpu(n, d, v, BF16, scale=0.5)
+    with torch.no_grad():
+        e[128:256] *= 8
+    targets = targets % 500
+    loss = cce.linear_cross_entropy(
+        e, c, targets, impl="cce", filter_eps=eps, filter_e_grad=filter_e, filter_c_grad=filter_c, reduction="sum",
+        workspace_mib=2, accum_e_fp32=True,
+    )  # fmt: skip
+    de, dc = gradients(loss, [e, c])
+    y = (e.double() @ c.double().T).softmax(1).detach() - F.one_hot(targets, v)
+    kept = torch.zeros_like(y)
+    for i, j in itertools.product(range(0, n, 128), range(0, v, 128)):
+        tile = (slice(i, i + 128), slice(j, j + 128))
+        kept[tile] = bool((y[tile].abs() >= eps).any())
+    assert 0.1 < kept.mean() < 0.9
+    assert relative(de, (y * kept if filter_e else y) @ c.detach().double()) < 5e-3
+    assert relative(dc, (y * kept if filter_c else y).T @ e.detach().double()) < 5e-3
+
+
+def test_filtered_presets_run():
+    e, c, targets, _ = on_gpu(500, 64, 4000, BF16, scale=3.0)
+    expected = gradients(formula(e, c, targets)[0], [e, c])
+    for impl in ("cce", "cce_kahan", "cce_kahan_full_e"):
+        ours = gradients(cce.linear_cross_entropy(e, c, targets, impl=impl, workspace_mib=1), [e, c])
+        assert all(relative(a, b) < 0.2 for a, b in zip(ours, expected))
+
+
+def test_autocast_returns_the_inputs_dtypes():
+    e, c, targets, b = on_gpu(500, 64, 4000, torch.float32, bias=True)
+    rounded = [t.detach().to(BF16).requires_grad_() for t in (e, c)]
+    expected = gradients(formula(*(t.double() for t in rounded), targets, b)[0], [*rounded, b])
+    for impl in ("cce_kahan_full_c", "cce_exact"):
+        with torch.autocast("cuda", BF16):
+            loss = cce.linear_cross_entropy(e, c, targets, b, impl=impl, workspace_mib=1)
+        ours = torch.autograd.grad(loss, (e, c, b))
+        assert all(g.dtype == torch.float32 for g in ours)
+        assert all(relative(g, r) < 5e-3 for g, r in zip(ours, expected))
+
+
+def test_frozen_inputs():
+    e, c, targets, b = on_gpu(300, 72, 1000, BF16, bias=True)
+    expected = gradients(formula(e, c, targets, b)[0], [e, c, b])
+    for needs in itertools.product((False, True), repeat=3):
+        if not any(needs):
+            continue
+        tensors = [t.detach().requires_grad_(need) for t, need in zip((e, c, b), needs)]
+        cce.linear_cross_entropy(tensors[0], tensors[1], targets, tensors[2], workspace_mib=0.2).backward()
+        for tensor, need, reference in zip(tensors, needs, expected):
+            assert (tensor.grad is not None) == need
+            assert not need or relative(tensor.grad, reference) < 5e-3
+
+
+def test_empty_ignored_and_strided():
+    e, c, targets, b = on_gpu((4, 64), 72, 1000, BF16, bias=True)
+    strange = [
+        e.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(),
+        c.detach().t().contiguous().t().requires_grad_(),
+    ]
+    expected = gradients(formula(e, c, targets, b)[0], [e, c])
+    ours = gradients(cce.linear_cross_entropy(*strange, targets, b), strange)
+    assert all(relative(x, y) < 5e-3 for x, y in zip(ours, expected))
+    loss = cce.linear_cross_entropy(e, c, torch.full_like(targets, -100), b)
+    assert math.isnan(loss.item()) and all((g == 0).all() for g in gradients(loss, [e, c, b]))
+    none = torch.zeros(0, 72, dtype=BF16, device="cuda", requires_grad=True)
+    loss = cce.linear_cross_entropy(none, c, targets.new_zeros(0), reduction="sum")
+    assert loss.item() == 0 and all((g == 0).all() for g in gradients(loss, [none, c]))
+
+
+def test_target_out_of_range_is_nan():
+    e, c, targets, _ = on_gpu(300, 72, 1000, BF16)
+    targets[17] = 1000
+    loss = cce.linear_cross_entropy(e, c, targets, reduction="none")
+    assert loss.isnan().nonzero().flatten().tolist() == [17]
+    assert gradients(loss.sum(), [c])[0].isnan().all()
+
+
+def test_no_host_synchronization():
+    e, c, targets, b = on_gpu(300, 72, 1000, BF16, bias=True, ignored=0.2)
+    for options in ({}, dict(z_loss=0.1, label_smoothing=0.1), dict(impl="cce"), dict(impl="cce_exact", shift=1)):
+        cce.linear_cross_entropy(e, c, targets, b, workspace_mib=0.2, **options).backward()  # compiles
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            cce.linear_cross_entropy(e, c, targets, b, workspace_mib=0.2, **options).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("impl", ["cce_kahan_full_c", "cce_exact"])
+def test_repeats_are_bit_identical(impl):
+    e, c, targets, b = on_gpu(5000, 256, 20000, BF16, bias=True)
+    runs = []
+    for _ in range(4):
+        loss = cce.linear_cross_entropy(e, c, targets, b, impl=impl, workspace_mib=32)
+        runs.append((loss.detach(), *torch.autograd.grad(loss, (e, c, b))))
+    assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(runs[0], run))
+
+
+def test_compiles_without_graph_break():
+    torch._dynamo.reset()
+    e, c, targets, _ = on_gpu(300, 72, 1000, BF16)
+
+    def head(e, c):
+        return cce.linear_cross_entropy(torch.tanh(e), c, targets, z_loss=0.1)
+
+    compiled = torch.compile(head, fullgraph=True)
+    torch.testing.assert_close(compiled(e, c), head(e, c), rtol=1e-4, atol=1e-4)
+    ours, plain = (torch.autograd.grad(f(e, c), (e, c)) for f in (compiled, head))
+    assert all(relative(x, y) < 1e-2 for x, y in zip(ours, plain))
+
+
+def beyond(function, *tensors):
+    """Peak MiB of function().backward() less what stood before and the gradients themselves."""
+    function().backward()
+    for tensor in tensors:
+        tensor.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function().backward()
+    torch.cuda.synchronize()
+    own = sum(t.grad.numel() * t.grad.element_size() for t in tensors)
+    return (torch.cuda.max_memory_allocated() - before - own) / MIB
+
+
+@pytest.mark.parametrize("impl,sum_bytes", [("cce_exact", 4), ("cce_kahan_full_c", 2), ("cce", 0)])
+@pytest.mark.parametrize("workspace", [32, 64])
+def test_memory_is_the_workspace_and_the_sum_of_de(impl, sum_bytes, workspace):
+    n, d, v = 8192, 1024, 65536
+    e, c, targets, _ = on_gpu(n, d, v, BF16)
+    used = beyond(lambda: cce.linear_cross_entropy(e, c, targets, impl=impl, workspace_mib=workspace), e, c)
+    # 12 MiB: partial log-sum-exps (4), numbers per token, and cuBLAS's own workspace where it is the first to ask for it
+    assert used <= workspace + n * d * sum_bytes / MIB + 12
+    with torch.no_grad():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        cce.linear_cross_entropy(e, c, targets)
+        assert (torch.cuda.max_memory_allocated() - before) / MIB <= 6
+
+
+@pytest.mark.parametrize("workspace", [None, 6000])
+def test_more_than_2_31_logits(workspace):
+    """N V = 2.6e9: the loss of the last tokens and dC of the last classes, also with G as one slice of that size."""
+    n, d, v = 40960, 64, 65536
+    e, c, targets, _ = on_gpu(n, d, v, BF16)
+    targets[-1] = v - 1
+    loss = cce.linear_cross_entropy(e, c, targets, reduction="none", workspace_mib=workspace)
+    last = formula(e[-64:], c, targets[-64:], reduction="none")[0]
+    torch.testing.assert_close(loss[-64:].double(), last, rtol=2e-6, atol=1e-5)
+    de, dc = torch.autograd.grad(loss.sum(), (e, c))
+    expected_de = gradients(last.sum(), [e])[0][-64:]
+    assert relative(de[-64:], expected_de) < 5e-3
+    expected_dc = torch.zeros(64, d, dtype=torch.float64, device="cuda")
+    for rows in torch.arange(n, device="cuda").split(2048):
+        logits = e[rows].detach().double() @ c.detach().double().T
+        y = (logits[:, -64:] - logits.logsumexp(1, keepdim=True)).exp()
+        y -= targets[rows, None] == torch.arange(v - 64, v, device="cuda")
+        expected_dc += y.T @ e[rows].detach().double()
+    assert relative(dc[-64:], expected_dc) < 5e-3

@@ -1,0 +1,257 @@
+"""The Triton kernels in Triton's interpreter on the CPU: `TRITON_INTERPRET=1 pytest -m interpret` (make test does).
+
+The interpreter truncates where a GPU rounds fp32 to bf16, so bf16 is allowed twice its error here; tests/gpu has the
+real one.
+"""
+
+import itertools
+import math
+import os
+
+import pytest
+import test_cce_vocab_parallel
+import torch
+import torch.nn.functional as F
+from cce_formula import formula, gradients, inputs, relative
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.multiprocessing.spawn import spawn
+
+import cce
+
+pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
+ITEMSIZE = {torch.float32: 4, torch.float16: 2, torch.bfloat16: 2}
+TILE = (16, 32)  # of the filter, in the interpreter
+
+
+@pytest.fixture(autouse=True)
+def interpreter():
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.fail("set TRITON_INTERPRET=1 before Python starts: these tests run the kernels in Triton's interpreter")
+    from cce.function import runs_kernels
+
+    assert runs_kernels(torch.zeros(1))
+
+
+def slices(n, v, dtype, count):
+    """workspace_mib for which the backward walks `count` slices of the vocabulary."""
+    width = math.ceil(math.ceil(v / count) / TILE[1]) * TILE[1]
+    return n * width * ITEMSIZE[dtype] / 2**20
+
+
+def check(e, c, targets, bias, *, upstream=None, impl="cce_kahan_full_c", workspace_mib=None, **options):
+    tolerance = TOLERANCE[e.dtype]
+    result = cce.linear_cross_entropy(e, c, targets, bias, impl=impl, workspace_mib=workspace_mib, **options)
+    with_lse = options.pop("return_lse", False)
+    loss, lse = result if with_lse else (result, None)
+    expected, expected_lse = formula(e, c, targets, bias, **options)
+    torch.testing.assert_close(loss.double(), expected, rtol=2e-6, atol=3e-6)
+    tensors = [e, c, bias]
+    if with_lse:
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=2e-6, atol=3e-6)
+        loss, expected = loss.sum() + 0.5 * lse.sum(), expected.sum() + 0.5 * expected_lse.sum()
+    ours = torch.autograd.grad(loss, [t for t in tensors if t is not None], upstream)
+    theirs = gradients(expected, tensors, None if upstream is None else upstream.double())
+    for own, tensor, reference in zip(ours, [t for t in tensors if t is not None], theirs):
+        assert own.dtype == tensor.dtype
+        assert relative(own, reference) < tolerance
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("impl", ["cce_kahan_full_c", "cce_exact"])
+def test_matrix(dtype, impl):
+    """softcap x shift x bias, each with the next reduction, ignored tokens, remainders in N, D and V, three slices."""
+    reductions = itertools.cycle(("mean", "none", "sum"))
+    for softcap, shift, bias in itertools.product((None, 3.0), (0, 2), (False, True)):
+        reduction = next(reductions)
+        e, c, targets, b = inputs((2, 19), 24, 101, dtype, bias=bias, ignored=0.2)
+        upstream = torch.rand(2, 19 - shift) if reduction == "none" else None
+        check(
+            e, c, targets, b, impl=impl, upstream=upstream, reduction=reduction, softcap=softcap, shift=shift,
+            workspace_mib=slices(38, 101, dtype, 3),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("n,d,v", [(1, 16, 5), (37, 48, 300), (16, 32, 128), (40, 1, 33), (3, 20, 1)])
+def test_shapes(dtype, n, d, v):
+    e, c, targets, b = inputs(n, d, v, dtype, bias=True)
+    if v > 1:
+        check(e, c, targets, b)
+    else:
+        assert cce.linear_cross_entropy(e, c, targets, b).item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("z_loss,label_smoothing", [(1e-2, 0.0), (0.0, 0.1), (1e-2, 0.2)])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_z_loss_label_smoothing_and_lse(dtype, z_loss, label_smoothing, softcap):
+    e, c, targets, b = inputs(37, 24, 150, dtype, bias=True, ignored=0.2)
+    options = dict(z_loss=z_loss, label_smoothing=label_smoothing, softcap=softcap, return_lse=True)
+    check(e, c, targets, b, workspace_mib=slices(37, 150, dtype, 2), **options)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    tokens=st.integers(1, 40),
+    hidden=st.integers(1, 40),
+    vocabulary=st.integers(2, 150),
+    dtype=st.sampled_from(list(TOLERANCE)),
+    softcap=st.sampled_from([None, 2.0]),
+    ignored=st.sampled_from([0.0, 0.5]),
+    bias=st.booleans(),
+    z_loss=st.sampled_from([0.0, 1e-3]),
+    label_smoothing=st.sampled_from([0.0, 0.3]),
+    scale=st.sampled_from([0.1, 1.0, 4.0]),
+    count=st.integers(1, 4),
+    seed=st.integers(0, 2**16),
+)
+def test_any_shape_and_option(
+    tokens, hidden, vocabulary, dtype, softcap, ignored, bias, z_loss, label_smoothing, scale, count, seed
+):
+    e, c, targets, b = inputs(tokens, hidden, vocabulary, dtype, bias=bias, ignored=ignored, scale=scale, seed=seed)
+    options = dict(softcap=softcap, reduction="sum", z_loss=z_loss, label_smoothing=label_smoothing)
+    loss = cce.linear_cross_entropy(e, c, targets, b, workspace_mib=slices(tokens, vocabulary, dtype, count), **options)
+    expected = formula(e, c, targets, b, **options)[0]
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=2e-5)
+    for own, reference in zip(gradients(loss, [e, c, b]), gradients(expected, [e, c, b])):
+        scale_of = max(1e-3, float(reference.abs().max()))
+        assert float((own - reference).abs().max()) <= 5 * TOLERANCE[dtype] * scale_of + 1e-7
+
+
+@pytest.mark.parametrize("accumulation", ["plain", "kahan", "fp32"])
+def test_kahan_accumulation_beats_plain(accumulation):
+    """Eight slices in fp16, which the interpreter rounds to nearest: Kahan is within 10 % of fp32's error, plain is not."""
+    e, c, targets, _ = inputs(32, 32, 256, torch.float16, scale=0.2)
+    options = {
+        "plain": dict(impl="cce", filter_eps=None),
+        "kahan": dict(impl="cce_kahan_full_c"),
+        "fp32": dict(impl="cce_exact"),
+    }
+    expected = gradients(formula(e, c, targets)[0], [e])[0]
+
+    def error(name):
+        loss = cce.linear_cross_entropy(e, c, targets, workspace_mib=slices(32, 256, torch.float16, 8), **options[name])
+        return relative(gradients(loss, [e])[0], expected)
+
+    best = error("fp32")
+    if accumulation == "plain":
+        assert error("plain") > 1.2 * best
+    else:
+        assert error(accumulation) < 1.1 * best
+
+
+@pytest.mark.parametrize("gap", [5.0, 14.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_confident_target_keeps_its_precision(gap, dtype):
+    v = 40
+    c = torch.eye(v, dtype=dtype, requires_grad=True)
+    e = (torch.eye(v) * gap).to(dtype).requires_grad_()
+    loss = cce.linear_cross_entropy(e, c, torch.arange(v), reduction="sum")
+    nll = math.log1p((v - 1) * math.exp(-gap))
+    assert abs(loss.item() / (v * nll) - 1) < 2e-6
+    ours = gradients(loss, [e])[0].diagonal()
+    rtol = 5e-6 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(ours, torch.full_like(ours, math.expm1(-nll)), rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("filter_e,filter_c", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_filter_equals_its_definition(filter_e, filter_c, dtype):
+    n, d, v, eps = 45, 20, 200, 0.03
+    e, c, targets, _ = inputs(n, d, v, dtype, scale=0.5)
+    with torch.no_grad():
+        e[16:32] *= 8
+    targets = targets % 40
+    loss = cce.linear_cross_entropy(
+        e, c, targets, impl="cce", filter_eps=eps, filter_e_grad=filter_e, filter_c_grad=filter_c, reduction="sum",
+        workspace_mib=slices(n, v, dtype, 3),
+    )  # fmt: skip
+    de, dc = gradients(loss, [e, c])
+    y = (e.double() @ c.double().T).softmax(1).detach() - F.one_hot(targets, v)
+    kept = torch.zeros_like(y)
+    for i, j in itertools.product(range(0, n, TILE[0]), range(0, v, TILE[1])):
+        tile = (slice(i, i + TILE[0]), slice(j, j + TILE[1]))
+        kept[tile] = bool((y[tile].abs() >= eps).any())
+    assert 0.1 < kept.mean() < 0.9
+    assert relative(de, (y * kept if filter_e else y) @ c.detach().double()) < TOLERANCE[dtype]
+    assert relative(dc, (y * kept if filter_c else y).T @ e.detach().double()) < TOLERANCE[dtype]
+
+
+def test_frozen_inputs():
+    for needs in ((True, False, False), (False, True, False), (False, False, True)):
+        whole = inputs(20, 16, 70, torch.float32, bias=True)
+        e, c, targets, b = whole
+        expected = gradients(formula(e, c, targets, b)[0], [e, c, b])
+        tensors = [t.detach().requires_grad_(need) for t, need in zip((e, c, b), needs)]
+        cce.linear_cross_entropy(tensors[0], tensors[1], targets, tensors[2]).backward()
+        for tensor, need, reference in zip(tensors, needs, expected):
+            assert (tensor.grad is not None) == need
+            assert not need or relative(tensor.grad, reference) < 3e-6
+
+
+def test_strides_and_no_tokens_and_all_ignored():
+    e, c, targets, _ = inputs((4, 9), 12, 50, torch.float32)
+    strange = [
+        e.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_(),
+        c.detach().t().contiguous().t().requires_grad_(),
+    ]
+    ours = gradients(cce.linear_cross_entropy(*strange, targets, shift=1), strange)
+    assert all(relative(a, b) < 3e-6 for a, b in zip(ours, gradients(formula(e, c, targets, shift=1)[0], [e, c])))
+    padded = torch.randn(9, 40, requires_grad=True)  # rows at a distance that is not their length
+    classifier = torch.randn(30, 64)[:, 5:17].requires_grad_()
+    check(padded[:, :12].detach().requires_grad_(), classifier, torch.arange(9), None)
+
+    none = torch.zeros(0, 12, requires_grad=True)
+    loss = cce.linear_cross_entropy(none, c, torch.zeros(0, dtype=torch.int64), reduction="sum")
+    assert loss.item() == 0 and all((g == 0).all() for g in gradients(loss, [none, c]))
+    loss = cce.linear_cross_entropy(e, c, torch.full_like(targets, -100))
+    assert math.isnan(loss.item()) and all((g == 0).all() for g in gradients(loss, [e, c]))
+
+
+def test_autocast_returns_the_inputs_dtypes():
+    e, c, targets, b = inputs(20, 16, 70, torch.float32, bias=True)
+    rounded = [t.detach().bfloat16().requires_grad_() for t in (e, c)]
+    expected = gradients(formula(*rounded, targets, b)[0], [*rounded, b])
+    for impl in ("cce_kahan_full_c", "cce_exact"):
+        with torch.autocast("cpu", torch.bfloat16):
+            workspace = slices(20, 70, torch.bfloat16, 3)
+            loss = cce.linear_cross_entropy(e, c, targets, b, impl=impl, workspace_mib=workspace)
+        ours = torch.autograd.grad(loss, (e, c, b))
+        assert all(g.dtype == torch.float32 for g in ours)
+        assert all(relative(g, r) < 1e-2 for g, r in zip(ours, expected))
+
+
+def test_out_of_range_code_gives_nan():
+    """On a GPU a target out of range is not looked at by the host: its loss and gradients are NaN."""
+    from cce.kernels import forward_parts
+    from cce.targets import encode_targets
+
+    e, c, targets, _ = inputs(6, 8, 20, torch.float32)
+    targets[2], targets[4] = 20, -7
+    codes = encode_targets(targets, -100, 0, 20, sharded=False)
+    _, own, _ = forward_parts(e.detach(), c.detach(), None, codes, None, False)
+    assert own.isnan().tolist() == [False, False, True, False, True, False]
+
+
+def test_repeats_are_bit_identical():
+    e, c, targets, b = inputs(37, 24, 150, torch.bfloat16, bias=True)
+    runs = []
+    for _ in range(2):
+        loss = cce.linear_cross_entropy(e, c, targets, b, workspace_mib=slices(37, 150, torch.bfloat16, 3))
+        runs.append((loss.detach(), *torch.autograd.grad(loss, (e, c, b))))
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+def test_two_ranks_agree_with_the_whole_vocabulary(tmp_path):
+    spawn(test_cce_vocab_parallel.work, args=(str(tmp_path), torch.float32, 3e-6), nprocs=2, join=True)
+
+
+def test_no_more_workspace_than_asked_for():
+    from cce.tiles import slice_width
+
+    for n, v, mib in itertools.product((1000, 8192, 16384), (32768, 128256, 256000), (16, 64, 1000)):
+        width = slice_width(n, v, 2, mib, granule=128)
+        assert width % 128 == 0 and width * -(-v // width) >= v
+        assert width * n * 2 <= mib * 2**20 or width == 128
