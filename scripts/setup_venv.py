@@ -47,7 +47,7 @@ def locked(package: str) -> str:
 
 
 def main(venv: Path) -> None:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 (this file runs before anything checks the version)
         sys.exit(f"Python {sys.version.split()[0]} is too old: use 3.11 or newer (make PYTHON=python3.11 …).")
     python = str(create(venv))
     # A wrong default of pip would show here: constraints hold for build environments too.
