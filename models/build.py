@@ -86,8 +86,8 @@ def check_heads(name: str, model_cfg: Mapping, hidden_size: int) -> None:
     if name == "transformer":
         if hidden_size % (2 * heads):
             raise ValueError(
-                f"size.hidden_size = {hidden_size} is not a multiple of 2 · model.num_heads = {2 * heads} (rotary embeddings "
-                "need heads of an even size): change size.num_heads or size.hidden_size"
+                f"size.hidden_size = {hidden_size} is not a multiple of 2 · model.num_heads = {2 * heads} "
+                "(rotary embeddings need heads of an even size): change size.num_heads or size.hidden_size"
             )
         return
     for key in ("expand_k", "expand_v"):

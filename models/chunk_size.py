@@ -1,9 +1,9 @@
 """chunk_size: how many positions FLA's chunked kernels work on at a time. A model option that FLA's layers do not have.
 
 FLA 0.6.0's kernels take it (GatedDeltaNet and KDA as an argument, GLA in `chunk_gla_fwd` and `chunk_gla_bwd`), its
-layers never pass it. So a layer of this model gets a copy of its own `forward` in which the name of the kernel stands for
-the kernel with the chunk size; FLA's classes and modules, and other models, stay as they are. The output does not depend
-on it.
+layers never pass it. So a layer of this model gets a copy of its own `forward` in which the name of the kernel stands
+for the kernel with the chunk size; FLA's classes and modules, and other models, stay as they are. The output does not
+depend on it.
 
 GLA's layer takes its recurrent kernel up to T = 64, and all layers do for evaluation up to T = 64: no chunks there.
 """
@@ -74,7 +74,7 @@ class ChunkGLA(torch.autograd.Function):
             q, k, v, g, None, initial_state=initial_state, output_final_state=output_final_state,
             chunk_indices=indices, **ctx.options,
         )  # fmt: skip
-        # The running sum is float32: kept if the decays are, too; beside half-precision decays it is cheaper to redo it.
+        # The running sum is float32: kept if the decays are, too; beside half-precision decays it is done again.
         kept = (None, g_cumsum) if g.dtype == torch.float32 else (g, None)
         ctx.save_for_backward(q, k, v, *kept, initial_state, A, indices)
         return o, final_state

@@ -2,8 +2,8 @@
 
 Constructors draw most weights two or three times (PyTorch's default, then the library's scheme), on one core, from one
 stream: tens of seconds for 1.8 B parameters. Here the fills of large tensors wait: a later fill of the same tensor
-replaces an earlier one, any other use of it draws it first, and at the end the pending ones are drawn on all cores. Each
-fill has a generator of its own, seeded from torch's default CPU generator, so neither cores nor their order matter.
+replaces an earlier one, any other use of it draws it first, and at the end the pending ones are drawn on all cores.
+Each fill has its own generator, seeded from torch's default CPU generator, so neither cores nor their order matter.
 """
 
 import os

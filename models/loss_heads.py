@@ -119,6 +119,11 @@ class ChunkedHead(LossHead):
         return F.cross_entropy(logits_CV, targets_C, ignore_index=self.ignore_index, reduction="sum")
 
 
+def nan_if_none(loss: Tensor, targets_N: Tensor, ignore_index: int) -> Tensor:
+    """The loss, or NaN where no target counts: Liger and FLA return 0 there. Without a host synchronization."""
+    return torch.where((targets_N != ignore_index).any(), loss, torch.nan)
+
+
 class LigerHead(LossHead):
     """Liger's fused linear cross-entropy: chunks of tokens, gradients made in the forward pass.
 
@@ -135,7 +140,7 @@ class LigerHead(LossHead):
         self.liger = LigerFusedLinearCrossEntropyLoss(ignore_index=self.ignore_index, accum_dtype=dtype)
 
     def mean_loss(self, hidden_ND, targets_N, weight_VD, bias_V):
-        return self.liger(weight_VD, hidden_ND, targets_N, bias_V)
+        return nan_if_none(self.liger(weight_VD, hidden_ND, targets_N, bias_V), targets_N, self.ignore_index)
 
 
 class FLAHead(LossHead):
@@ -148,7 +153,7 @@ class FLAHead(LossHead):
         self.fla = FusedLinearCrossEntropyLoss(ignore_index=self.ignore_index)
 
     def mean_loss(self, hidden_ND, targets_N, weight_VD, bias_V):
-        return self.fla(hidden_ND, targets_N, weight_VD, bias_V)
+        return nan_if_none(self.fla(hidden_ND, targets_N, weight_VD, bias_V), targets_N, self.ignore_index)
 
 
 class CCEHead(LossHead):

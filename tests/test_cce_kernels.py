@@ -122,7 +122,7 @@ def test_any_shape_and_option(
 
 @pytest.mark.parametrize("accumulation", ["plain", "kahan", "fp32"])
 def test_kahan_accumulation_beats_plain(accumulation):
-    """Eight slices in fp16, which the interpreter rounds to nearest: Kahan is within 10 % of fp32's error, plain is not."""
+    """Eight slices in fp16 (rounded to nearest here): Kahan is within 10 % of the error of fp32, plain is not."""
     e, c, targets, _ = inputs(32, 32, 256, torch.float16, scale=0.2)
     options = {
         "plain": dict(impl="cce", filter_eps=None),

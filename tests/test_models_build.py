@@ -199,7 +199,7 @@ def test_options_reach_the_librarys_config(tiny_model, name, options):
         (["model=kda", "size.hidden_size=2048"], "512 key dimensions.*at most 256"),
         (["model=gated_deltanet", "size.hidden_size=2048"], "512 key dimensions.*at most 256"),
         (["model=transformer", "size.num_heads=3"], "256 is not a multiple of 2 · model.num_heads = 6"),
-        (["model=transformer", "size.num_heads=256"], "even number"),
+        (["model=transformer", "size.num_heads=256"], "even size"),
         (["model=transformer", "model.chunk_size=64"], "no chunks"),
         (["model=gla", "model.chunk_size=256"], "256.*16, 32, 64, 128"),
         (["model=gla", "model.chunk_size=32", "train.seq_len=64"], "train.seq_len=64.*recurrent"),

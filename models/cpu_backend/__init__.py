@@ -46,7 +46,7 @@ def in_full_precision(function: Callable) -> Callable:
     def wrapped(*args, cu_seqlens=None, **kwargs):
         if cu_seqlens is not None:
             raise NotImplementedError(
-                f"{function.__name__} got cu_seqlens: packed or padded sequences need a GPU, a CPU takes no attention mask"
+                f"{function.__name__} got cu_seqlens: packed or padded sequences need a GPU; here, no attention mask"
             )
         with torch.autocast("cpu", enabled=False):
             return function(*args, **kwargs)

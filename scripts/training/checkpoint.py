@@ -1,6 +1,7 @@
 """Checkpoints by PyTorch's distributed checkpoint (DCP), whole or not at all.
 
-A checkpoint is the folder `<run>/checkpoints/step-<step>`: DCP's files of model and optimizer, and progress.pt. It is written under another name and renamed when complete, so a half-written one is never picked up.
+A checkpoint is the folder `<run>/checkpoints/step-<step>`: DCP's files of model and optimizer, and progress.pt. It is
+written under another name and renamed when complete, so a half-written one is never picked up.
 """
 
 import random

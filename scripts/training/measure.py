@@ -53,13 +53,19 @@ class MemoryProbe:
 
     def now(self) -> float:
         """MiB allocated (CUDA) or resident (CPU) at this moment."""
-        return torch.cuda.memory_allocated() / MIB if self.on_cuda else resident_mib("VmRSS")
+        return allocator("allocated_bytes", "current") if self.on_cuda else resident_mib("VmRSS")
 
     def peak(self) -> tuple[float, float]:
         """(allocated, reserved): the peaks in MiB since the last reset."""
         if self.on_cuda:
-            return torch.cuda.max_memory_allocated() / MIB, torch.cuda.max_memory_reserved() / MIB
+            return allocator("allocated_bytes", "peak"), allocator("reserved_bytes", "peak")
         return (resident_mib("VmHWM"),) * 2
+
+
+def allocator(kind: str, value: str) -> float:
+    """One number of the CUDA allocator in MiB: what torch.cuda.max_memory_allocated reads, without the flat dictionary of all
+    statistics, which costs a tenth of a millisecond each time."""
+    return torch.cuda.memory_stats_as_nested_dict()[kind]["all"][value] / MIB
 
 
 def resident_mib(field: str) -> float:

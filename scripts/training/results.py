@@ -1,8 +1,9 @@
 """From finished runs to the rows of a result: the one schema of everything under results/ that comes from training.
 
-A row is one run: folder (of its records, relative to the repository), model, size, loss, data, vocab_size, seq_len, batch_size, micro_batches, parameters; then the summary of
-training/loop.py (train_loss, valid_loss, valid_perplexity, step_ms, tokens_per_second, mfu, loss_layer_ms, peak_allocated_mib,
-peak_reserved_mib, loss_layer_mib); startup_seconds; and provenance (training/provenance.py).
+A row is one run: folder (of its records, relative to the repository), model, size, loss, data, vocab_size, seq_len,
+batch_size, micro_batches, parameters; then the summary of training/loop.py (train_loss, valid_loss, valid_perplexity,
+step_ms, tokens_per_second, mfu, loss_layer_ms, peak_allocated_mib, peak_reserved_mib, loss_layer_mib); startup_seconds;
+and provenance (training/provenance.py).
 A run that did not finish has status and reason in place of the summary. Units are in the names.
 """
 
