@@ -86,7 +86,7 @@ def linear_cross_entropy(
     shard = vocab_parallel_options
     start, stop = (0, c.shape[0]) if shard is None else (shard.start, shard.stop)
     shifted = shift_targets(targets, shift, ignore_index)
-    codes_N = function.encode_op(shifted, ignore_index, start, stop, shard is not None)
+    codes_N = function.called(function.encode, function.encode_op)(shifted, ignore_index, start, stop, shard is not None)
     e_ND = e.reshape(-1, e.shape[-1])
     with_lse = return_lse or z_loss > 0
 

@@ -30,17 +30,28 @@ def _path(tensor: torch.Tensor):
 
 
 # ---- custom operators ----
+#
+# Each is a plain function and an operator over it. Eager mode calls the function: the operator's Python wrapper costs more
+# host time than everything else that this module does in a step.
 
 
-@torch.library.custom_op(
-    "cce::encode_targets",
-    mutates_args=(),
-    schema="(Tensor targets, int ignore_index, int start, int stop, bool sharded) -> Tensor",
-)
-def encode_op(targets, ignore_index, start, stop, sharded):
+def called(function, operator):
+    """The operator while torch.compile traces, else the function."""
+    return operator if torch.compiler.is_compiling() else function
+
+
+def encode(targets, ignore_index, start, stop, sharded):
     if targets.device.type == "cpu" and not sharded:
         check_range(targets, stop, ignore_index)
     return encode_targets(targets.reshape(-1), ignore_index, start, stop, sharded)
+
+
+encode_op = torch.library.custom_op(
+    "cce::encode_targets",
+    encode,
+    mutates_args=(),
+    schema="(Tensor targets, int ignore_index, int start, int stop, bool sharded) -> Tensor",
+)
 
 
 @encode_op.register_fake
@@ -48,16 +59,19 @@ def _(targets, ignore_index, start, stop, sharded):
     return targets.new_empty(targets.numel(), dtype=torch.int32)
 
 
-@torch.library.custom_op(
+def forward_parts(e, c, bias, codes, softcap, need_mean):
+    with torch.autocast(e.device.type, enabled=False):
+        return _path(e).forward_parts(e, c, bias, codes, softcap, need_mean)
+
+
+forward_op = torch.library.custom_op(
     "cce::forward_parts",
+    forward_parts,
     mutates_args=(),
     schema=(
         "(Tensor e, Tensor c, Tensor? bias, Tensor codes, float? softcap, bool need_mean) -> (Tensor, Tensor, Tensor)"
     ),
 )
-def forward_op(e, c, bias, codes, softcap, need_mean):
-    with torch.autocast(e.device.type, enabled=False):
-        return _path(e).forward_parts(e, c, bias, codes, softcap, need_mean)
 
 
 @forward_op.register_fake
@@ -66,16 +80,7 @@ def _(e, c, bias, codes, softcap, need_mean):
     return part, torch.empty_like(part), torch.empty_like(part)
 
 
-@torch.library.custom_op(
-    "cce::backward_parts",
-    mutates_args=(),
-    schema=(
-        "(Tensor e, Tensor c, Tensor? bias, Tensor codes, Tensor lse, Tensor nll, Tensor dloss, Tensor? dlse, "
-        "float? softcap, float label_smoothing, float? filter_eps, bool filter_e, bool filter_c, str accumulation, "
-        "float? workspace_mib, bool[3] needs, ScalarType e_dtype, ScalarType c_dtype) -> (Tensor, Tensor, Tensor)"
-    ),
-)
-def backward_op(
+def backward_parts(
     e, c, bias, codes, lse, nll, dloss, dlse, softcap, label_smoothing,
     filter_eps, filter_e, filter_c, accumulation, workspace_mib, needs, e_dtype, c_dtype,
 ):  # fmt: skip
@@ -90,6 +95,18 @@ def backward_op(
         else:
             gradients = blockwise.backward_parts(*arguments)
     return tuple(e.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+backward_op = torch.library.custom_op(
+    "cce::backward_parts",
+    backward_parts,
+    mutates_args=(),
+    schema=(
+        "(Tensor e, Tensor c, Tensor? bias, Tensor codes, Tensor lse, Tensor nll, Tensor dloss, Tensor? dlse, "
+        "float? softcap, float label_smoothing, float? filter_eps, bool filter_e, bool filter_c, str accumulation, "
+        "float? workspace_mib, bool[3] needs, ScalarType e_dtype, ScalarType c_dtype) -> (Tensor, Tensor, Tensor)"
+    ),
+)
 
 
 @backward_op.register_fake
@@ -144,7 +161,7 @@ class TokenLosses(torch.autograd.Function):
         ctx.options = (softcap, label_smoothing, *mode, workspace_mib)
         ctx.shard = shard
         e_ND, c_VD = e_ND.to(dtype), c_VD.to(dtype)
-        rest_N, target_N, mean_N = forward_op(e_ND, c_VD, bias_V, codes_N, softcap, label_smoothing > 0)
+        rest_N, target_N, mean_N = called(forward_parts, forward_op)(e_ND, c_VD, bias_V, codes_N, softcap, label_smoothing > 0)
         if shard is not None:
             rest_N, target_N = combine_parts(rest_N, target_N, codes_N, shard.group)
         # -log p(target) = log(1 + exp(rest - target)) keeps its relative precision when p is close to 1.
@@ -171,7 +188,7 @@ class TokenLosses(torch.autograd.Function):
         e_ND, c_VD, bias_V, codes_N, lse_N, nll_N = ctx.saved_tensors
         softcap, label_smoothing, filter_eps, filter_e, filter_c, accumulation, workspace_mib = ctx.options
         needs = ctx.needs_input_grad[:3]
-        de_ND, dc_VD, dbias_V = backward_op(
+        de_ND, dc_VD, dbias_V = called(backward_parts, backward_op)(
             e_ND, c_VD, bias_V, codes_N, lse_N, nll_N, dloss_N.contiguous(),
             None if dlse_N is None else dlse_N.contiguous(), softcap, label_smoothing,
             filter_eps, filter_e, filter_c, accumulation, workspace_mib, list(needs), ctx.dtypes[0], ctx.dtypes[1],

@@ -10,9 +10,11 @@ into the library's config. A trainer calls the decoder and the classifier apart,
 
 import inspect
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 import fla.backends
 import torch
+import triton
 from fla.models import (
     GatedDeltaNetConfig,
     GatedDeltaNetForCausalLM,
@@ -21,6 +23,7 @@ from fla.models import (
     KDAConfig,
     KDAForCausalLM,
 )
+from fla.utils import IS_NVIDIA_HOPPER, TRITON_ABOVE_3_4_0, TRITON_ABOVE_3_7_1
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
@@ -60,6 +63,7 @@ def check_model(model_cfg: Mapping, size_cfg: Mapping, *, device_type: str, seq_
             raise ValueError(f"size.{key} is {size_cfg[key]}: give a whole number, 1 or more")
     if not isinstance(model_cfg["num_heads"], int) or model_cfg["num_heads"] < 1:
         raise ValueError(f"model.num_heads is {model_cfg['num_heads']}: give a whole number, 1 or more")
+    check_hopper(name, device_type)
     check_heads(name, model_cfg, size_cfg["hidden_size"])
     check_chunk_size(name, model_cfg["chunk_size"])
     if name == "gla" and model_cfg["chunk_size"] is not None and seq_len <= RECURRENT_UP_TO:
@@ -77,6 +81,16 @@ def check_model(model_cfg: Mapping, size_cfg: Mapping, *, device_type: str, seq_
         raise ValueError(
             f"model={name} runs on a CPU through FLA's backends, but FLA_DISABLE_BACKEND_DISPATCH=1 is set: unset it, "
             "or take model=transformer"
+        )
+
+
+def check_hopper(name: str, device_type: str) -> None:
+    """Raise ValueError where FLA refuses a gated backward kernel that Triton miscompiles (FLA issue 640)."""
+    miscompiled = IS_NVIDIA_HOPPER and TRITON_ABOVE_3_4_0 and not TRITON_ABOVE_3_7_1
+    if name == "gated_deltanet" and device_type == "cuda" and miscompiled and find_spec("tilelang") is None:
+        raise ValueError(
+            f"model=gated_deltanet cannot train on a Hopper GPU with Triton {triton.__version__}, which miscompiles one of "
+            "its kernels: install triton>=3.7.1 (requirements.lock has it), or take model=kda"
         )
 
 

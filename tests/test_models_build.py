@@ -277,3 +277,16 @@ def test_a_fresh_process_runs_fla_on_the_cpu_without_warnings_with_triton_interp
     done = subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "Triton is not supported" not in done.stderr
+
+
+def test_gated_deltanet_on_hopper_needs_a_triton_that_compiles_it(monkeypatch):
+    from models import build
+
+    monkeypatch.setattr(build, "IS_NVIDIA_HOPPER", True)
+    monkeypatch.setattr(build, "TRITON_ABOVE_3_7_1", False)
+    with pytest.raises(ValueError, match="Hopper.*triton>=3.7.1.*model=kda"):
+        build.check_hopper("gated_deltanet", "cuda")
+    build.check_hopper("gated_deltanet", "cpu")
+    build.check_hopper("gla", "cuda")
+    monkeypatch.setattr(build, "TRITON_ABOVE_3_7_1", True)
+    build.check_hopper("gated_deltanet", "cuda")

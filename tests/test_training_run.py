@@ -38,7 +38,7 @@ def test_a_run_records_what_it_says(compose_config, tiny):
             assert record[name] > 0, name
         assert record["loss_layer_ms"] < record["step_ms"]
         assert record["mfu"] is None  # a CPU has no listed peak
-    assert steps[0]["startup_seconds"] > 0 and "startup_seconds" not in steps[1]
+    assert all("startup_seconds" not in record for record in steps[1:])
     # An untrained model is near the uniform distribution over the vocabulary.
     assert steps[0]["loss"] == pytest.approx(math.log(64), abs=0.3)
     assert evaluation["valid_perplexity"] == pytest.approx(math.exp(evaluation["valid_loss"]))
@@ -89,7 +89,7 @@ def wait_for_step(runs: Path, step: int, process: subprocess.Popen, seconds: flo
     raise AssertionError(f"step {step} was not reached: {process.stderr.read() if process.stderr else ''}")
 
 
-LONG = ["train.steps=400", "train.log_every=1", "checkpoint.every=5"]
+LONG = ["train.steps=160", "train.log_every=1", "checkpoint.every=5"]
 
 
 def test_killed_run_goes_on_bit_for_bit(tiny, tmp_path, compose_config):
@@ -101,7 +101,7 @@ def test_killed_run_goes_on_bit_for_bit(tiny, tmp_path, compose_config):
     process.kill()
     process.wait()
     killed_at = len(losses(metrics))
-    assert 12 <= killed_at < 400
+    assert 12 <= killed_at < 160
     subprocess.run(command(*overrides), cwd=ROOT, check=True, capture_output=True)
     assert newest_metrics(runs) == metrics, "resume=auto went on in the same folder"
     assert [record["step"] for record in read_records(metrics, "resume")][0] >= 10
@@ -110,7 +110,7 @@ def test_killed_run_goes_on_bit_for_bit(tiny, tmp_path, compose_config):
     )
     assert unbroken.returncode == 0
     reference = newest_metrics(tmp_path / "unbroken")
-    assert losses(metrics) == losses(reference) and len(losses(metrics)) == 400
+    assert losses(metrics) == losses(reference) and len(losses(metrics)) == 160
     assert read_records(metrics, "eval")[-1]["valid_loss"] == read_records(reference, "eval")[-1]["valid_loss"]
 
 

@@ -37,6 +37,10 @@ from training.tracking import Tracker
 SETTLING = 0.2  # share of the steps, at the beginning, that the summary's times leave out (compilation, clocks, caches)
 
 
+# True once: only the first step of a process, not of each run of a sweep, has a start-up time.
+first_of_process = iter([True])
+
+
 class RunError(Exception):
     """A run that had to stop; the message is one line for the user."""
 
@@ -278,7 +282,7 @@ class Training:
                 raise RunError(self.not_finite(step["step"], loss))
             step_ms = self.clock.milliseconds(step["start"], step["end"])
             rate = 1e3 * step["tokens"] / step_ms
-            startup = {"startup_seconds": seconds_since_start()} if not self.measured else {}
+            startup = {"startup_seconds": seconds_since_start()} if next(first_of_process, False) else {}
             record = self.records.write(
                 "step",
                 step=step["step"],

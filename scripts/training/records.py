@@ -5,7 +5,8 @@ kind = "step"   step (1-based), tokens (seen so far), loss (nats/token, mean of 
                 step_ms, tokens_per_second, mfu (null where the GPU's peak is unknown),
                 peak_allocated_mib, peak_reserved_mib (of the step),
                 loss_layer_ms, loss_layer_mib (forward + backward of the loss layer alone: time, and peak memory above what
-                stood before it, its gradients included); the first step also has startup_seconds (process creation → step done)
+                stood before it, its gradients included); the first step of a process also has startup_seconds
+                (process creation → step done)
 kind = "eval"   step, valid_loss (nats/token), valid_perplexity, valid_tokens
 kind = "resume" step (the checkpoint's), provenance of the process that went on
 kind = "end"    status (finished | interrupted | failed), and where finished: summary values (training/loop.py)
