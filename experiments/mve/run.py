@@ -29,7 +29,7 @@ from training.run_folder import METRICS  # noqa: E402
 
 GPU_HEADS = ("standard", "compile", "liger", "cce")
 CPU_HEADS = ("standard", "compile", "chunked", "cce")
-BATCH_SIZES = "16,32,64,128"
+BATCH_SIZES = "16,32,64,128,256"
 SCAN_STEPS = 40
 
 
