@@ -35,7 +35,7 @@ SCAN_STEPS = 40
 
 def train(*overrides: str) -> None:
     """One call of scripts/train.py in its own process; a run that cannot be is told by its records, not here."""
-    command = [sys.executable, str(ROOT / "scripts" / "train.py"), "experiment=mve", *overrides]
+    command = [sys.executable, str(ROOT / "scripts" / "train.py"), *overrides, "experiment=mve"]
     print("mve: python scripts/train.py", *command[2:], flush=True)
     subprocess.run(command, cwd=ROOT, check=False)
 
@@ -74,9 +74,10 @@ def main(overrides: list[str]) -> None:
         write_rows(result / "scan.jsonl", scan)
     curves = {}
     for row in same:
-        curves[row["loss"]] = [record["loss"] for record in read_records(ROOT / row["folder"] / METRICS, "step")]
+        steps = read_records(ROOT / row["folder"] / METRICS, "step")
+        curves[row["loss"]] = {name: [step[name] for step in steps] for name in ("loss", "step_ms", "loss_layer_ms")}
     (result / "curves.json").write_text(json.dumps(curves))
-    draw(result / "mve.png", same, scan, curves)
+    draw(result / "mve.png", same, scan, {head: curve["loss"] for head, curve in curves.items()})
     text = as_text(verdicts(same, scan))
     source = same[-1]["provenance"]
     origin = f"\n{source['gpu'] or source['cpu']}, torch {source['versions']['torch']}, commit {source['commit']}, {source['date']}.\n"
