@@ -88,7 +88,9 @@ class CompiledHead(LossHead):
 
     def __init__(self, **options):
         super().__init__(**options)
-        # dynamic=False: a batch of another shape (the last one of an evaluation) is compiled for itself.
+        # A program for each shape, and as many as a sweep has; past its limit torch would go on in eager mode, silently.
+        torch._dynamo.config.recompile_limit = 128
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         self.compiled = torch.compile(materialized, dynamic=False)
 
     def mean_loss(self, hidden_ND, targets_N, weight_VD, bias_V):

@@ -3,8 +3,7 @@
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
-# Threads that spin while they wait take the cores from whatever else runs: ten times slower on a shared machine.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as scripts/train.py
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -29,7 +29,15 @@ def draw(path: Path, same: list[dict], scan: list[dict], curves: dict[str, list[
     for head, losses in curves.items():
         left.plot(range(1, len(losses) + 1), losses, color=COLOURS[head], label=LABELS[head], linewidth=1.2, alpha=0.8)
     left.set(xlabel="step", ylabel="training loss (nats/token)", title="The heads train alike")
-    left.legend(frameon=False)
+    if not scan:  # else the right panel names the colours
+        left.legend(frameon=False, loc="lower left", fontsize=8)
+    if "standard" in curves:
+        inset = left.inset_axes([0.5, 0.5, 0.48, 0.46])
+        for head, losses in curves.items():
+            gaps = [1e3 * (a - b) for a, b in zip(losses, curves["standard"])]
+            inset.plot(range(1, len(gaps) + 1), gaps, color=COLOURS[head], linewidth=0.9)
+        inset.set_title("difference to standard (10⁻³ nats)", fontsize=9)
+        inset.tick_params(labelsize=8)
 
     heads = [row["loss"] for row in runs]
     layer = [row["loss_layer_mib"] for row in runs]
@@ -51,6 +59,8 @@ def draw(path: Path, same: list[dict], scan: list[dict], curves: dict[str, list[
             )
             right.plot(*zip(*points), marker="o", color=COLOURS[head], label=LABELS[head])
         right.set_xscale("log", base=2)
+        sizes = sorted({row["batch_size"] for row in scan})
+        right.set_xticks(sizes, [str(size) for size in sizes])
         right.set(xlabel="batch size B (sequences)", ylabel="thousand tokens / s", title="Throughput over batch size")
         right.set_ylim(bottom=0)
         right.legend(frameon=False)

@@ -49,7 +49,7 @@ def machine() -> str:
 
 
 def main(overrides: list[str]) -> None:
-    runs = ROOT / "runs" / "mve"
+    runs = Path("runs", "mve")  # relative: commands are part of the provenance
     if not torch.cuda.is_available():
         print(
             "mve: no GPU here: a scaled-down run of the heads that run on a CPU; memory and speed need a GPU to be judged"
@@ -57,16 +57,16 @@ def main(overrides: list[str]) -> None:
     for head in heads():
         train(f"loss={head}", f"runs={runs / 'same'}", "resume=auto", *overrides)
     # The newest run of each head: older ones of other days may lie beside it.
-    newest = {row["loss"]: row for row in collect_rows(runs / "same")}
+    newest = {row["loss"]: row for row in collect_rows(ROOT / runs / "same")}
     same, scan = [newest[head] for head in heads() if head in newest], []
     if torch.cuda.is_available():
-        shutil.rmtree(runs / "scan", ignore_errors=True)
+        shutil.rmtree(ROOT / runs / "scan", ignore_errors=True)
         for head in heads():
             train(
                 "--multirun", f"loss={head}", f"train.batch_size={BATCH_SIZES}", f"train.steps={SCAN_STEPS}",
                 "train.eval_tokens=16384", f"runs={runs / 'scan'}", *overrides,
             )  # fmt: skip
-        scan = collect_rows(runs / "scan")
+        scan = collect_rows(ROOT / runs / "scan")
 
     result = ROOT / "results" / "mve" / machine()
     write_rows(result / "runs.jsonl", same)
