@@ -83,6 +83,7 @@ def linear_cross_entropy(
         label_smoothing=label_smoothing, workspace_mib=workspace_mib,
     )  # fmt: skip
     impl = impl_name(impl)
+    targets = targets.to(torch.int64)  # a narrow type cannot be compared with V or ignore_index
     shard = vocab_parallel_options
     start, stop = (0, c.shape[0]) if shard is None else (shard.start, shard.stop)
     shifted = shift_targets(targets, shift, ignore_index)

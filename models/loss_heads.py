@@ -12,13 +12,17 @@ A head takes final hidden states, targets and the classifier weight and returns 
 - Tied embeddings need nothing: the weight is an argument.
 
 The argument order is that of the `criterion` of FLA's models, so a head can be assigned there:
-`model = GLAForCausalLM(GLAConfig(fuse_linear_cross_entropy=True)); model.criterion = loss_head("cce")`.
+`model = GLAForCausalLM(GLAConfig(fuse_cross_entropy=False, fuse_linear_cross_entropy=True)); model.criterion = loss_head("cce")`.
+In evaluation FLA hands over logits instead, criterion(logits, targets): a head without a weight takes its input as logits.
+KDA's config has only `fuse_cross_entropy`, which must be True for it.
 
 Shape suffixes: N tokens, D hidden, V vocabulary, C tokens of a chunk.
 """
 
 import shutil
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import cce
+from cce.presets import impl_name
 
 IGNORE_INDEX = -100
 
@@ -38,13 +43,19 @@ class LossHead(nn.Module):
         shift: targets are taken `shift` positions later than the hidden states along T.
     """
 
+    reduction = "mean"  # FLA's models look here, and set "sum" where transformers' Trainer gives num_items_in_batch
+
     def __init__(self, *, ignore_index: int = IGNORE_INDEX, shift: int = 0):
         super().__init__()
         self.ignore_index = ignore_index
         self.shift = shift
 
-    def forward(self, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, targets: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
+    ) -> Tensor:
         """hidden (..., T, D), targets (..., T) int64, weight (V, D), bias (V) or None → scalar float32 loss.
+
+        With weight None `hidden` are logits (..., T, V).
 
         Raises:
             ValueError: shapes that do not fit each other.
@@ -54,14 +65,28 @@ class LossHead(nn.Module):
             raise ValueError(
                 f"hidden {tuple(hidden.shape)} needs targets of shape {wanted}, got {tuple(targets.shape)}"
             )
-        if hidden.shape[-1] != weight.shape[-1]:
+        if weight is not None and hidden.shape[-1] != weight.shape[-1]:
             raise ValueError(
                 f"hidden has D = {hidden.shape[-1]}, the classifier weight {tuple(weight.shape)}: D must agree"
             )
         if self.shift:
             hidden, targets = hidden[..., : -self.shift, :], targets[..., self.shift :]
         hidden_ND, targets_N = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-        device = hidden.device.type
+        loss = (
+            self.of_logits(hidden_ND, targets_N)
+            if weight is None
+            else self.of_hidden(hidden_ND, targets_N, weight, bias)
+        )
+        if self.reduction == "sum":
+            count = (targets_N != self.ignore_index).sum()
+            return torch.where(count > 0, loss * count, 0.0)
+        return loss
+
+    def of_logits(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
+        return F.cross_entropy(logits_NV.float(), targets_N, ignore_index=self.ignore_index)
+
+    def of_hidden(self, hidden_ND: Tensor, targets_N: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        device = hidden_ND.device.type
         # Under autocast its dtype; otherwise the weight's (a final norm may return float32 beside bf16 weights).
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         bias = None if bias is None else bias.to(dtype)
@@ -138,7 +163,9 @@ class LigerHead(LossHead):
         super().__init__(**options)
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        dtype = None if accum_dtype is None else getattr(torch, accum_dtype)
+        if accum_dtype not in (None, "float32"):
+            raise ValueError(f"loss.accum_dtype is {accum_dtype}: take float32, or null for the weight's dtype")
+        dtype = None if accum_dtype is None else torch.float32
         self.liger = LigerFusedLinearCrossEntropyLoss(ignore_index=self.ignore_index, accum_dtype=dtype)
 
     def mean_loss(self, hidden_ND, targets_N, weight_VD, bias_V):
@@ -169,7 +196,7 @@ class CCEHead(LossHead):
 
     def __init__(self, *, impl: str = "cce_kahan_full_c", workspace_mib: int | None = None, **options):
         super().__init__(**options)
-        self.impl = impl
+        self.impl = impl_name(impl)  # raises for one that does not exist, before anything is built
         self.workspace_mib = workspace_mib
 
     def mean_loss(self, hidden_ND, targets_N, weight_VD, bias_V):
@@ -203,9 +230,14 @@ def check_loss_head(name: str, device_type: str) -> None:
         raise ValueError(
             f"loss={name} needs a CUDA GPU (its Triton kernels do not run on a CPU): take loss=cce or loss=chunked"
         )
-    if name == "compile" and device_type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+    headers = Path(sysconfig.get_paths()["include"], "Python.h").is_file()
+    if (
+        name == "compile"
+        and device_type == "cpu"
+        and not (headers and any(map(shutil.which, ("g++", "clang++", "c++"))))
+    ):
         raise ValueError(
-            "loss=compile needs a C++ compiler on the CPU and none is on the PATH: install g++ or take loss=standard"
+            "loss=compile needs a C++ compiler and Python.h on the CPU: install g++ and python3-dev, or take loss=standard"
         )
 
 

@@ -38,7 +38,12 @@ def main(cfg: DictConfig) -> float | None:
             sys.exit(2)
         return None
     if summary["status"] == "interrupted":
-        print(f"train: stopped at step {summary['step']}, checkpoint written; go on with resume={summary['folder']}")
+        print(
+            f"train: stopped at step {summary['step']}, checkpoint written; go on with the same command and "
+            f"resume={summary['folder']} (or resume=auto)"
+        )
+        if HydraConfig.get().mode == RunMode.MULTIRUN:
+            sys.exit(143)  # the signal was for the sweep
         return None
     print(
         f"train: step {summary['step']}, {summary['tokens']:,} tokens | train loss {summary['train_loss']:.4f} | "

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_loss_heads import CPU_HEADS
 
 from training import checkpoint, loop
 from training.loop import RunError, run
@@ -54,7 +55,7 @@ def test_a_run_records_what_it_says(compose_config, tiny):
 def test_every_model_trains_alike_with_every_head(compose_config, tiny, model):
     """Every head takes a model down the path that the standard head takes."""
     curves = {}
-    for loss in ("standard", "compile", "chunked", "cce", "cce_filter"):
+    for loss in CPU_HEADS:
         cfg = compose_config(
             *tiny, f"model={model}", f"loss={loss}", "train.steps=6", "checkpoint.every=0", "optim.lr=0.01"
         )
@@ -111,7 +112,8 @@ def test_killed_run_goes_on_bit_for_bit(tiny, tmp_path, compose_config):
     assert unbroken.returncode == 0
     reference = newest_metrics(tmp_path / "unbroken")
     assert losses(metrics) == losses(reference) and len(losses(metrics)) == 160
-    assert read_records(metrics, "eval")[-1]["valid_loss"] == read_records(reference, "eval")[-1]["valid_loss"]
+    for name in ("valid_loss", "train_loss", "tokens"):
+        assert read_records(metrics, "end")[-1][name] == read_records(reference, "end")[-1][name], name
 
 
 def test_sigterm_writes_a_checkpoint_and_exits_cleanly(tiny, tmp_path):
@@ -163,6 +165,40 @@ def test_resume_auto_starts_anew_when_the_configuration_differs(compose_config, 
     assert losses(metrics_of(other)) != losses(metrics_of(first))
 
 
+def test_resume_of_a_named_folder_needs_its_configuration(compose_config, tiny):
+    summary = run(compose_config(*tiny))
+    with pytest.raises(ValueError, match="another configuration"):
+        run(compose_config(*tiny, f"resume={summary['folder']}", "seed=2"))
+    with pytest.raises(ValueError, match="is finished"):
+        run(compose_config(*tiny, f"resume={summary['folder']}"))
+    assert len(losses(metrics_of(summary))) == 12, "the records of the finished run are untouched"
+
+
+def test_a_run_killed_after_its_last_step_still_ends(compose_config, tiny):
+    """The last checkpoint is there, the summary is not: resuming makes it, without another step."""
+    whole = run(compose_config(*tiny))
+    metrics = metrics_of(whole)
+    kept = [line for line in metrics.read_text().splitlines() if json.loads(line)["kind"] not in ("eval", "end")]
+    metrics.write_text("".join(line + "\n" for line in kept))
+    again = run(compose_config(*tiny, "resume=auto"))
+    assert again["folder"] == whole["folder"]
+    assert {name: again[name] for name in ("train_loss", "valid_loss", "step")} == {
+        name: whole[name] for name in ("train_loss", "valid_loss", "step")
+    }
+    assert len(losses(metrics)) == 12
+
+
+def test_infinite_gradient_stops_before_a_checkpoint(compose_config, tiny, monkeypatch):
+    """A finite loss with a gradient that is not: the weights are spoiled, and must not become the last good checkpoint."""
+    clip = torch.nn.utils.clip_grad_norm_
+    calls = iter(range(100))
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grad_norm_", lambda *a: clip(*a) * (math.inf if next(calls) == 7 else 1.0)
+    )
+    with pytest.raises(RunError, match="gradient norm is inf at step 8; the last good checkpoint is .*step-00000004"):
+        run(compose_config(*tiny))
+
+
 def test_nan_loss_stops_with_the_step_and_the_last_good_checkpoint(compose_config, tiny, monkeypatch):
     calls = 0
     original = loop.Training.forward_backward
@@ -189,7 +225,7 @@ def test_out_of_memory_says_what_would_fit(compose_config, tiny, monkeypatch):
         return loss
 
     monkeypatch.setattr(loop.Training, "forward_backward", small_device)
-    monkeypatch.setattr(loop.Training, "memory_capacity_mib", lambda self: 200.0 / 0.95)
+    monkeypatch.setattr(loop.Training, "memory_capacity_mib", lambda self: 210.0 / 0.95)
     with pytest.raises(RunError) as error:
         run(compose_config(*tiny, "train.batch_size=8", "loss=standard"))
     message = str(error.value)

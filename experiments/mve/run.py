@@ -6,7 +6,8 @@
 2. On a GPU: short runs over batch sizes, for the criterion of the grown batch.
 3. results/mve/<machine>/: runs.jsonl and scan.jsonl (rows with provenance), curves.json, verdict.md, mve.png.
 
-A run that was killed goes on from its checkpoint (resume=auto under runs/mve); finished ones are made again.
+A run that was stopped goes on from its checkpoint (resume=auto under runs/mve); finished ones are made again.
+Overrides other than none write over results/mve/<machine>: commit what is to stay.
 """
 
 import json
@@ -14,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,17 +50,25 @@ def machine() -> str:
     return re.sub(r"\W+", "-", torch.cuda.get_device_name()).lower() if torch.cuda.is_available() else "cpu"
 
 
+def written_since(row: dict, seconds: float) -> bool:
+    return (ROOT / row["folder"] / METRICS).stat().st_mtime >= seconds
+
+
 def main(overrides: list[str]) -> None:
     runs = Path("runs", "mve")  # relative: commands are part of the provenance
     if not torch.cuda.is_available():
         print(
             "mve: no GPU here: a scaled-down run of the heads that run on a CPU; memory and speed need a GPU to be judged"
         )
+    began = time.time()
     for head in heads():
         train(f"loss={head}", f"runs={runs / 'same'}", "resume=auto", *overrides)
-    # The newest run of each head: older ones of other days may lie beside it.
-    newest = {row["loss"]: row for row in collect_rows(ROOT / runs / "same")}
-    same, scan = [newest[head] for head in heads() if head in newest], []
+    # Runs of other days may lie beside those of this call, and must not stand in for one that failed now.
+    fresh = {row["loss"]: row for row in collect_rows(ROOT / runs / "same") if written_since(row, began)}
+    missing = [head for head in ("standard", "cce") if fresh.get(head, {}).get("status") != "finished"]
+    if missing:
+        sys.exit(f"mve: no finished run of loss={', '.join(missing)}: see above; there is no verdict without it")
+    same, scan = [fresh[head] for head in heads() if head in fresh], []
     if torch.cuda.is_available():
         shutil.rmtree(ROOT / runs / "scan", ignore_errors=True)
         for head in heads():

@@ -26,9 +26,10 @@ def save(
     """Write the checkpoint of a step under `folder` and delete all but the last `keep` of them."""
     target = folder / f"step-{step:08d}"
     partial = folder / f"partial-{step:08d}"
+    if target.exists():  # the same step, the same state
+        return target
     for stale in folder.glob("partial-*"):
         shutil.rmtree(stale)
-    shutil.rmtree(target, ignore_errors=True)
     with quiet():
         dcp.save(state(model, optimizer), checkpoint_id=partial)
     torch.save(progress(step, position), partial / PROGRESS)

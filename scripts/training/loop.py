@@ -30,7 +30,7 @@ from training.measure import MIB, Clock, MemoryProbe, peak_flops, seconds_since_
 from training.memory_fit import explain, largest_batch
 from training.optim import adamw, learning_rate
 from training.provenance import provenance
-from training.records import SCHEMA, RecordFile, drop_after
+from training.records import SCHEMA, RecordFile, drop_after, read_records
 from training.run_folder import CHECKPOINTS, METRICS, open_run_folder
 from training.tracking import Tracker
 
@@ -82,6 +82,7 @@ class Training:
         self.device = torch.device(device_type(cfg.device))
         self.steps = total_steps(cfg.train)
         self.clock, self.memory = Clock(self.device), MemoryProbe(self.device)
+        self.head = loss_head(**OmegaConf.to_container(cfg.loss))
         self.model = build_model(
             cfg.model,
             cfg.size,
@@ -90,7 +91,6 @@ class Training:
             dtype=getattr(torch, cfg.train.param_dtype),
             device=self.device,
         )
-        self.head = loss_head(**OmegaConf.to_container(cfg.loss))
         self.optimizer = adamw(self.model, cfg.optim, self.device)
         self.batches = PackedBatches(
             data.train, seq_len=cfg.train.seq_len, batch_size=cfg.train.batch_size, seed=cfg.seed
@@ -108,12 +108,12 @@ class Training:
             self.batches.load_state_dict(position)
             drop_after(metrics, self.step)
         elif goes_on:
-            metrics.unlink(missing_ok=True)
+            drop_after(metrics, 0)  # it was stopped before its first checkpoint
         self.records = RecordFile(metrics)
         config = OmegaConf.to_container(cfg, resolve=True)
         self.tracker = Tracker(cfg.tracking, self.folder, config)
         source = provenance(cfg.seed)
-        if saved:
+        if goes_on and read_records(metrics, "run"):
             self.records.write("resume", step=self.step, provenance=source)
         else:
             self.records.write(
@@ -126,7 +126,6 @@ class Training:
                 parameters=sum(p.numel() for p in self.model.parameters()),
             )
         self.pending: list[dict] = []  # steps whose device values have not been read yet
-        self.measured: list[dict] = []  # step records of this process
         self.stop_signal: int | None = None
 
     def note_documents(self, source: dict) -> dict:
@@ -147,30 +146,32 @@ class Training:
         handlers = {number: signal.signal(number, self.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         # A terminal sees the bar move; a log file gets a line now and then.
         every = 0.1 if sys.stderr.isatty() else 15
-        bar = tqdm(total=self.steps, initial=self.step, unit="step", mininterval=every, desc=self.folder.parent.name)
+        self.bar = tqdm(total=self.steps, initial=self.step, unit="step", mininterval=every, desc=self.folder.parent.name)
         try:
             while self.step < self.steps and self.stop_signal is None:
                 self.take_step()
-                bar.update()
+                self.bar.update()
                 if self.step % cfg.train.log_every == 0 or self.step in (1, self.steps):
-                    self.read_pending(bar)
-                at_end = self.step == self.steps
-                if at_end or (cfg.train.eval_every and self.step % cfg.train.eval_every == 0):
-                    self.read_pending(bar)
+                    self.read_pending()
+                if self.step == self.steps:
+                    break
+                if cfg.train.eval_every and self.step % cfg.train.eval_every == 0:
+                    self.read_pending()
                     self.evaluate()
-                if at_end or (cfg.checkpoint.every and self.step % cfg.checkpoint.every == 0):
-                    self.read_pending(bar)
+                if cfg.checkpoint.every and self.step % cfg.checkpoint.every == 0:
+                    self.read_pending()
                     self.save()
-            self.read_pending(bar)
-            if self.stop_signal is not None:
-                self.save()
+            self.read_pending()
+            self.save()
+            if self.step < self.steps:
                 return self.end({"status": "interrupted", "folder": str(self.folder), "step": self.step})
-            return self.end(self.summary())
+            # Also where a run was stopped after its last step and before its summary.
+            return self.end(self.summary(self.evaluate()))
         except RunError as error:
             self.end({"status": "failed", "step": self.step, "reason": str(error)})
             raise
         finally:
-            bar.close()
+            self.bar.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 
@@ -198,17 +199,22 @@ class Training:
         loss = torch.zeros((), device=self.device)
         layers = []
         peaks: list[tuple[float, float]] = []
+        grad_norm = None
         try:
             for (inputs, targets), count in zip(micro_batches, counts):
                 share = count / sum(counts)
                 loss += share * self.forward_backward(inputs, targets, share, layers, peaks)
+            self.memory.reset()
+            grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip or math.inf)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            peaks.append(self.memory.peak())
         except torch.OutOfMemoryError:
-            raise RunError(self.explain_memory()) from None
-        self.memory.reset()
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), optim.clip or math.inf)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        peaks.append(self.memory.peak())
+            # Explained below: within this block the traceback still holds the tensors of the batch that did not fit.
+            grad_norm = None
+        if grad_norm is None:
+            self.read_pending()
+            raise RunError(self.explain_memory())
         self.step += 1
         self.pending.append(
             {
@@ -254,7 +260,8 @@ class Training:
     def explain_memory(self) -> str:
         train = self.cfg.train
         self.optimizer.zero_grad(set_to_none=True)
-        self.pending.clear()
+        # AdamW's two moments come with the first step: they have to fit, too.
+        moments = 0 if self.optimizer.state else sum(2 * p.numel() * p.element_size() for p in self.model.parameters())
 
         def peak_mib_of(sequences: int) -> float:
             if self.device.type == "cuda":
@@ -263,7 +270,7 @@ class Training:
             peaks: list[tuple[float, float]] = []
             self.forward_backward(tokens, tokens, 1.0, [], peaks)
             self.optimizer.zero_grad(set_to_none=True)
-            return max(allocated for allocated, _ in peaks)
+            return max(allocated for allocated, _ in peaks) + moments / MIB
 
         fits = largest_batch(peak_mib_of, self.memory_capacity_mib())
         return explain(self.cfg.loss.name, train.batch_size, train.seq_len, fits)
@@ -273,13 +280,16 @@ class Training:
 
     # What is written down
 
-    def read_pending(self, bar: tqdm) -> None:
+    def read_pending(self) -> None:
         """Read the device values of the steps since the last time, check and record them."""
         record = None
-        for step in self.pending:
+        while self.pending:
+            step = self.pending.pop(0)
             loss = step["loss"].item()
-            if not math.isfinite(loss):
-                raise RunError(self.not_finite(step["step"], loss))
+            # A gradient that is not finite has spoiled the weights already, though the loss shows it a step later.
+            for name, value in (("loss", loss), ("gradient norm", float(step["grad_norm"]))):
+                if not math.isfinite(value):
+                    raise RunError(self.not_finite(step["step"], name, value))
             step_ms = self.clock.milliseconds(step["start"], step["end"])
             rate = 1e3 * step["tokens"] / step_ms
             startup = {"startup_seconds": seconds_since_start()} if next(first_of_process, False) else {}
@@ -299,22 +309,20 @@ class Training:
                 loss_layer_mib=max(mib for _, _, mib in step["layers"]),
                 **startup,
             )
-            self.measured.append(record)
             self.tracker.log(record)
-        self.pending.clear()
         if record is not None:
-            bar.set_postfix_str(
+            self.bar.set_postfix_str(
                 f"loss {record['loss']:.3f}, {record['tokens_per_second']:,.0f} tok/s, peak {record['peak_allocated_mib']:,.0f} MiB",
                 refresh=False,
             )
 
-    def not_finite(self, step: int, loss: float) -> str:
+    def not_finite(self, step: int, name: str, value: float) -> str:
         saved = checkpoint.completed(self.folder / CHECKPOINTS)
         good = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
-        return f"the loss is {loss} at step {step}; {good}. Lower optim.lr or raise optim.warmup_fraction"
+        return f"the {name} is {value} at step {step}; {good}. Lower optim.lr or raise optim.warmup_fraction"
 
     @torch.no_grad()
-    def evaluate(self) -> None:
+    def evaluate(self) -> dict:
         """Validation loss and perplexity over the first train.eval_tokens of the validation set, with the run's own head."""
         self.model.eval()
         total, count = torch.zeros((), dtype=torch.float64), 0
@@ -331,10 +339,13 @@ class Training:
             count += valid
         self.model.train()
         loss = float(total) / count
-        self.last_eval = self.records.write(
+        if not math.isfinite(loss):
+            raise RunError(self.not_finite(self.step, "validation loss", loss))
+        record = self.records.write(
             "eval", step=self.step, valid_loss=loss, valid_perplexity=math.exp(min(loss, 700)), valid_tokens=count
         )
-        self.tracker.log(self.last_eval)
+        self.tracker.log(record)
+        return record
 
     def save(self) -> None:
         folder = self.folder / CHECKPOINTS
@@ -342,8 +353,8 @@ class Training:
             folder, self.step, self.model, self.optimizer, self.batches.state_dict(), keep=self.cfg.checkpoint.keep
         )
 
-    def summary(self) -> dict:
-        steps = self.measured
+    def summary(self, evaluation: dict) -> dict:
+        steps = read_records(self.folder / METRICS, "step")  # of the whole run, also where it was resumed
         settled = steps[int(SETTLING * len(steps)) :]
         last = steps[-max(1, len(steps) // 10) :]
 
@@ -357,8 +368,8 @@ class Training:
             "step": self.step,
             "tokens": steps[-1]["tokens"],
             "train_loss": statistics.fmean(record["loss"] for record in last),
-            "valid_loss": self.last_eval["valid_loss"],
-            "valid_perplexity": self.last_eval["valid_perplexity"],
+            "valid_loss": evaluation["valid_loss"],
+            "valid_perplexity": evaluation["valid_perplexity"],
             "step_ms": median("step_ms"),
             "tokens_per_second": median("tokens_per_second"),
             "mfu": median("mfu"),

@@ -17,15 +17,21 @@ def largest_batch(peak_mib_of: Callable[[int], float], capacity_mib: float) -> i
     Args:
         peak_mib_of: runs a forward and backward pass of so many sequences and returns the peak in MiB.
     """
-    try:
-        one, two = peak_mib_of(1), peak_mib_of(2)
-    except torch.OutOfMemoryError:
-        try:
-            return 1 if peak_mib_of(1) else None
-        except torch.OutOfMemoryError:
-            return None
+    one, two = (peak_or_none(peak_mib_of, sequences) for sequences in (1, 2))
+    if one is None or one > MARGIN * capacity_mib:
+        return None
+    if two is None:
+        return 1
     per_sequence = max(two - one, 1e-3)
     return max(1, int((MARGIN * capacity_mib - (one - per_sequence)) // per_sequence))
+
+
+def peak_or_none(peak_mib_of: Callable[[int], float], sequences: int) -> float | None:
+    """The peak, or None where the memory does not suffice. The failed attempt's tensors are gone on return."""
+    try:
+        return peak_mib_of(sequences)
+    except torch.OutOfMemoryError:
+        return None
 
 
 def explain(loss: str, batch_size: int, seq_len: int, fits: int | None) -> str:

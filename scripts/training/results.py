@@ -19,7 +19,9 @@ RUN_KEYS = ("seq_len", "batch_size", "micro_batches")
 
 def collect_rows(runs: Path) -> list[dict]:
     """One row for each run under a folder of runs, oldest first."""
-    rows = [row(path) for path in sorted(runs.glob(f"*/*/{METRICS}"), key=lambda path: path.parent.name)]
+    paths = sorted(runs.glob(f"*/*/{METRICS}"), key=lambda path: path.parent.name)
+    # A run that was killed before its first record has told nothing.
+    rows = [row(path) for path in paths if read_records(path, "run")]
     if not rows:
         raise FileNotFoundError(f"{runs}: no runs here (looked for <group>/<date-time>/{METRICS})")
     return rows

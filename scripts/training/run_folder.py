@@ -3,6 +3,7 @@ documents.jsonl (name, hash and size of each document of the corpus) and checkpo
 
 `resume=never` opens a new folder. `resume=auto` goes on with the newest folder of the same configuration that is not
 finished, and opens a new one where there is none, so a job that is started again and again ends up complete.
+`resume=<folder>` goes on with that one, given the same configuration.
 """
 
 from datetime import datetime
@@ -18,7 +19,14 @@ CONFIG, METRICS, CHECKPOINTS = "config.yaml", "metrics.jsonl", "checkpoints"
 def open_run_folder(cfg: DictConfig) -> tuple[Path, bool]:
     """(folder, whether it is one to go on with); a new folder gets its config.yaml."""
     if cfg.resume not in ("never", "auto"):
-        return Path(cfg.resume), True
+        folder = Path(cfg.resume)
+        if not same_run(OmegaConf.load(folder / CONFIG), cfg):
+            raise ValueError(
+                f"resume={folder}: its config.yaml is another configuration; give the overrides that it was started with"
+            )
+        if finished(folder):
+            raise ValueError(f"resume={folder}: that run is finished; resume=never starts a new one")
+        return folder, True
     group = Path(cfg.runs) / f"{cfg.model.name}-{cfg.size.name}-{cfg.loss.name}"
     if cfg.resume == "auto":
         for folder in sorted(group.glob("*/" + CONFIG), reverse=True):
