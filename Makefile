@@ -25,7 +25,8 @@ test: $(READY)  ## run the test suite (no GPU needed)
 	TRITON_INTERPRET=1 $(RUN) -m pytest -m interpret
 
 test-gpu: $(READY)  ## run the tests that need a CUDA GPU; the log goes to results/test-gpu.log
-	$(RUN) -m pytest tests/test_loss_heads.py tests/gpu -m "not interpret" 2>&1 | tee results/test-gpu.log; exit $${PIPESTATUS[0]}
+	cd scripts && ../$(RUN) -m training.provenance > ../results/test-gpu.log
+	$(RUN) -m pytest tests/test_loss_heads.py tests/gpu -m "not interpret" 2>&1 | tee -a results/test-gpu.log; exit $${PIPESTATUS[0]}
 
 lint: $(READY)  ## check the style (ruff)
 	$(RUN) -m ruff check .

@@ -22,8 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch  # noqa: E402
-from criteria import as_text, verdicts  # noqa: E402
-from picture import draw  # noqa: E402
+from report import write_report  # noqa: E402
 
 from training.records import read_records  # noqa: E402
 from training.results import collect_rows, write_rows  # noqa: E402
@@ -87,12 +86,7 @@ def main(overrides: list[str]) -> None:
         steps = read_records(ROOT / row["folder"] / METRICS, "step")
         curves[row["loss"]] = {name: [step[name] for step in steps] for name in ("loss", "step_ms", "loss_layer_ms")}
     (result / "curves.json").write_text(json.dumps(curves))
-    draw(result / "mve.png", same, scan, {head: curve["loss"] for head, curve in curves.items()})
-    text = as_text(verdicts(same, scan))
-    source = same[-1]["provenance"]
-    origin = f"\n{source['gpu'] or source['cpu']}, torch {source['versions']['torch']}, commit {source['commit']}, {source['date']}.\n"
-    (result / "verdict.md").write_text(text + origin)
-    print(f"\n{text}\nData, verdict and picture: {result.relative_to(ROOT)}/")
+    print(f"\n{write_report(result)}\nData, verdict and picture: {result.relative_to(ROOT)}/")
 
 
 if __name__ == "__main__":

@@ -146,7 +146,9 @@ class Training:
         handlers = {number: signal.signal(number, self.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
         # A terminal sees the bar move; a log file gets a line now and then.
         every = 0.1 if sys.stderr.isatty() else 15
-        self.bar = tqdm(total=self.steps, initial=self.step, unit="step", mininterval=every, desc=self.folder.parent.name)
+        self.bar = tqdm(
+            total=self.steps, initial=self.step, unit="step", mininterval=every, desc=self.folder.parent.name
+        )
         try:
             while self.step < self.steps and self.stop_signal is None:
                 self.take_step()

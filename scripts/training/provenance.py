@@ -1,5 +1,6 @@
 """Where a number came from: command, commit, machine, versions, seed and date, as one flat record."""
 
+import json
 import platform
 import shlex
 import subprocess
@@ -69,3 +70,7 @@ def commit() -> str | None:
         # A tree without git (an archive) may say what it was made from.
         marker = ROOT / "COMMIT"
         return marker.read_text().strip() if marker.is_file() else None
+
+
+if __name__ == "__main__":
+    print(json.dumps(provenance()))
