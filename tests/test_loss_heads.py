@@ -131,16 +131,23 @@ def test_own_ignore_index(name):
     assert loss.item() == pytest.approx(reference.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in CPU_HEADS if name != "compile"])
-def test_as_criterion_of_an_fla_model(name):
-    """Assigned to FLA's own GLAForCausalLM, it computes the loss that FLA's unfused model computes."""
-    from fla.models import GLAConfig, GLAForCausalLM
+FLA_CRITERION = {
+    "GLA": dict(fuse_cross_entropy=False, fuse_linear_cross_entropy=True),
+    "GatedDeltaNet": dict(fuse_cross_entropy=False, fuse_linear_cross_entropy=True, head_dim=16),
+    "KDA": dict(fuse_cross_entropy=True, head_dim=16),  # its config has one switch for both
+}
 
-    config = GLAConfig(
-        hidden_size=32, num_hidden_layers=1, num_heads=2, vocab_size=V, use_cache=False,
-        fuse_cross_entropy=False, fuse_linear_cross_entropy=True,
-    )  # fmt: skip
-    model = GLAForCausalLM(config).train()
+
+@pytest.mark.parametrize("model_name", FLA_CRITERION)
+@pytest.mark.parametrize("name", [name for name in CPU_HEADS if name != "compile"])
+def test_as_criterion_of_an_fla_model(name, model_name):
+    """Assigned to FLA's own model, it computes the loss that the model's logits give, in training and in evaluation."""
+    import fla.models
+
+    config = getattr(fla.models, f"{model_name}Config")(
+        hidden_size=32, num_hidden_layers=1, num_heads=2, vocab_size=V, use_cache=False, **FLA_CRITERION[model_name]
+    )
+    model = getattr(fla.models, f"{model_name}ForCausalLM")(config).train()
     tokens = torch.randint(V, (2, 16))
     model.criterion = loss_head(name)
     ours = model(tokens, labels=tokens).loss
