@@ -15,6 +15,7 @@ from test_loss_heads import CPU_HEADS
 from training import checkpoint, loop
 from training.loop import RunError, run
 from training.records import read_records
+from training.run_folder import open_run_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -186,6 +187,15 @@ def test_a_run_killed_after_its_last_step_still_ends(compose_config, tiny):
         name: whole[name] for name in ("train_loss", "valid_loss", "step")
     }
     assert len(losses(metrics)) == 12
+
+
+def test_a_run_killed_before_its_first_record_starts_in_its_folder(compose_config, tiny):
+    cfg = compose_config(*tiny, "resume=auto")
+    folder, goes_on = open_run_folder(cfg)
+    assert not goes_on and not (folder / "metrics.jsonl").exists()
+    summary = run(cfg)
+    assert Path(summary["folder"]) == folder
+    assert [record["kind"] for record in read_records(metrics_of(summary))][0] == "run"
 
 
 def test_infinite_gradient_stops_before_a_checkpoint(compose_config, tiny, monkeypatch):

@@ -107,7 +107,7 @@ class Training:
             self.step, position = checkpoint.load(saved[-1], self.model, self.optimizer)
             self.batches.load_state_dict(position)
             drop_after(metrics, self.step)
-        elif goes_on:
+        elif goes_on and metrics.is_file():
             drop_after(metrics, 0)  # it was stopped before its first checkpoint
         self.records = RecordFile(metrics)
         config = OmegaConf.to_container(cfg, resolve=True)
