@@ -156,7 +156,7 @@ class LigerHead(LossHead):
 
     Args:
         accum_dtype: dtype in which the weight gradient adds up: "float32", or None for the weight's own (Liger's default;
-            in bf16 it costs three times the error in dC).
+            in bf16 it costs precision in dC).
     """
 
     def __init__(self, *, accum_dtype: str | None = None, **options):

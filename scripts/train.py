@@ -10,7 +10,7 @@ Configs: configs/train.yaml and its groups; `--help` lists them, `--cfg job --re
 import os
 import sys
 
-# Before torch: OpenMP threads that spin long for each other stall tenfold as soon as another process wants a core.
+# Before torch: OpenMP threads that spin long for each other stall as soon as another process wants a core.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import hydra

@@ -63,8 +63,8 @@ class MemoryProbe:
 
 
 def allocator(kind: str, value: str) -> float:
-    """One number of the CUDA allocator in MiB: what torch.cuda.max_memory_allocated reads, without the flat dictionary of all
-    statistics, which costs a tenth of a millisecond each time."""
+    """One number of the CUDA allocator in MiB: what torch.cuda.max_memory_allocated reads, without its flat dictionary of all
+    statistics: this is read several times a step."""
     return torch.cuda.memory_stats_as_nested_dict()[kind]["all"][value] / MIB
 
 
