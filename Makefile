@@ -5,7 +5,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/ready
 
-.PHONY: help setup mve test test-gpu lint lock clean
+.PHONY: help setup mve bench test test-gpu lint lock clean
 .DEFAULT_GOAL := help
 
 help:  ## list the verbs
@@ -18,6 +18,9 @@ $(READY): requirements.lock pyproject.toml scripts/setup_venv.py
 
 mve: $(READY)  ## run the minimum viable experiment of the proposal; verdict table, data and picture in results/mve
 	$(RUN) experiments/mve/run.py
+
+bench: $(READY)  ## time, memory, error of every linear cross-entropy; tables and picture in results/loss_heads (ARGS="--shapes A")
+	$(RUN) experiments/loss_heads/run.py $(ARGS)
 
 test: $(READY)  ## run the test suite (no GPU needed)
 	$(RUN) -m ruff check .

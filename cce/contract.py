@@ -87,7 +87,9 @@ def linear_cross_entropy(
     shard = vocab_parallel_options
     start, stop = (0, c.shape[0]) if shard is None else (shard.start, shard.stop)
     shifted = shift_targets(targets, shift, ignore_index)
-    codes_N = function.called(function.encode, function.encode_op)(shifted, ignore_index, start, stop, shard is not None)
+    codes_N = function.called(function.encode, function.encode_op)(
+        shifted, ignore_index, start, stop, shard is not None
+    )
     e_ND = e.reshape(-1, e.shape[-1])
     with_lse = return_lse or z_loss > 0
 
@@ -97,9 +99,22 @@ def linear_cross_entropy(
     else:
         dtype = compute_dtype(e)
         mode = gradient_mode(impl, dtype, filter_eps, accum_e_fp32, filter_e_grad, filter_c_grad)
+        options = (mode.filter_eps, mode.filter_e, mode.filter_c, mode.accumulation)
+        # Gradients can be made in the forward pass where the one thing missing then, the upstream gradient, is a factor.
+        one_number = reduction != "none" and not return_lse and label_smoothing == 0 and shard is None
+        chunk = function.chunk_of_tokens(e_ND, c, bias, dtype, mode, workspace_mib) if one_number else None
+        if chunk is not None:
+            weight = (
+                (codes_N != IGNORED).sum().float().reciprocal()
+                if reduction == "mean"
+                else codes_N.new_ones((), dtype=torch.float32)
+            )
+            return function.SummedLoss.apply(
+                e_ND, c, bias, codes_N, weight, dtype, softcap, float(z_loss), options, workspace_mib, chunk
+            )
         loss_N = function.TokenLosses.apply(
             e_ND, c, bias, codes_N, dtype, softcap, float(label_smoothing), with_lse,
-            (mode.filter_eps, mode.filter_e, mode.filter_c, mode.accumulation), workspace_mib, shard,
+            options, workspace_mib, shard,
         )  # fmt: skip
         if with_lse:
             loss_N, lse_N = loss_N

@@ -59,9 +59,7 @@ def check_tensors(e: torch.Tensor, c: torch.Tensor, targets: torch.Tensor, bias:
     for name, tensor in (("c", c), ("targets", targets), ("bias", bias)):
         if tensor is not None and tensor.device != e.device:
             raise ValueError(f"{name} is on {tensor.device} but e is on {e.device}; move them to one device.")
-    if e.dtype != c.dtype and (
-        torch.float64 in (e.dtype, c.dtype) or not torch.is_autocast_enabled(e.device.type)
-    ):
+    if e.dtype != c.dtype and (torch.float64 in (e.dtype, c.dtype) or not torch.is_autocast_enabled(e.device.type)):
         raise TypeError(f"e is {e.dtype} and c is {c.dtype}; cast one of them, or call under torch.autocast.")
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch.multiprocessing.spawn import spawn
 
 import cce
+from cce import function, plans
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
@@ -35,7 +36,7 @@ def interpreter():
 
 
 def slices(n, v, dtype, count):
-    """workspace_mib for which the backward walks `count` slices of the vocabulary."""
+    """workspace_mib of `count` slices of the vocabulary: so little that the backward does walk several."""
     width = math.ceil(math.ceil(v / count) / TILE[1]) * TILE[1]
     return n * width * ITEMSIZE[dtype] / 2**20
 
@@ -231,7 +232,7 @@ def test_out_of_range_code_gives_nan():
     e, c, targets, _ = inputs(6, 8, 20, torch.float32)
     targets[2], targets[4] = 20, -7
     codes = encode_targets(targets, -100, 0, 20, sharded=False)
-    _, own, _ = forward_parts(e.detach(), c.detach(), None, codes, None, False)
+    _, own, _, _ = forward_parts(e.detach(), c.detach(), None, codes, None, False, False)
     assert own.isnan().tolist() == [False, False, True, False, True, False]
 
 
@@ -248,10 +249,118 @@ def test_two_ranks_agree_with_the_whole_vocabulary(tmp_path):
     spawn(test_cce_vocab_parallel.work, args=(str(tmp_path), torch.float32, 3e-6), nprocs=2, join=True)
 
 
-def test_no_more_workspace_than_asked_for():
-    from cce.tiles import slice_width
+@pytest.mark.parametrize(
+    "options,scale",
+    [
+        ({}, 1.0),
+        (dict(reduction="sum", shift=2), 60.0),
+        (dict(z_loss=1e-2), 150.0),
+        (dict(softcap=3.0, z_loss=1e-2), 1.0),
+    ],
+)
+@pytest.mark.parametrize("accumulation", ["kahan", "fp32", "plain"])
+def test_one_pass(monkeypatch, options, scale, accumulation):
+    """Three chunks of tokens; at large scales the references of exponentials move (a logit is hundreds above the target's)."""
+    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (16, accumulation))
+    bias = "softcap" in options
+    e, c, targets, b = inputs((3, 13), 24, 101, torch.bfloat16, bias=bias, ignored=0.2, scale=scale)
+    frozen = None if b is None else b.detach()
+    loss = cce.linear_cross_entropy(e, c, targets, frozen, **options)
+    expected = formula(e, c, targets, frozen, **options)[0]
+    torch.testing.assert_close(loss.double(), expected, rtol=2e-6, atol=3e-6)
+    upstream = torch.tensor(3.0)
+    ours = torch.autograd.grad(loss, (e, c), upstream)
+    theirs = gradients(expected, [e, c], upstream.double())
+    limit = 5e-2 if accumulation == "plain" else TOLERANCE[torch.bfloat16]
+    assert all(relative(own, reference) < limit for own, reference in zip(ours, theirs))
 
-    for n, v, mib in itertools.product((1000, 8192, 16384), (32768, 128256, 256000), (16, 64, 1000)):
-        width = slice_width(n, v, 2, mib, granule=128)
-        assert width % 128 == 0 and width * -(-v // width) >= v
-        assert width * n * 2 <= mib * 2**20 or width == 128
+
+def test_one_pass_keeps_the_precision_of_confident_targets(monkeypatch):
+    """p -> 1: the entry p - 1 of dE is e^-gap small, and right to the rounding of dE."""
+    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (16, "fp32"))
+    v, gap = 40, 14.0
+    c = torch.eye(v, dtype=torch.bfloat16, requires_grad=True)
+    e = (torch.eye(v) * gap).bfloat16().requires_grad_()
+    loss = cce.linear_cross_entropy(e, c, torch.arange(v), reduction="sum")
+    de, dc = torch.autograd.grad(loss, (e, c))
+    expected = math.expm1(-math.log1p((v - 1) * math.exp(-gap)))
+    torch.testing.assert_close(de.diagonal(), torch.full((v,), expected, dtype=de.dtype), rtol=2**-7, atol=0)
+    torch.testing.assert_close(dc.diagonal(), torch.full((v,), gap * expected, dtype=de.dtype), rtol=2**-7, atol=0)
+
+
+def test_one_pass_adds_up_long_runs_of_a_target(monkeypatch):
+    """Runs of one target that begin and end within, at, and beyond blocks of sorted tokens."""
+    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (48, "fp32"))
+    e, c, _, _ = inputs(120, 24, 40, torch.bfloat16)
+    for lengths in ((3, 29, 64, 24), (8, 8, 104), (120,), (1, 7, 9, 15, 17, 71)):
+        targets = torch.repeat_interleave(torch.arange(len(lengths)) * 5, torch.tensor(lengths))
+        targets = targets[torch.randperm(120, generator=torch.Generator().manual_seed(0))]
+        ours = torch.autograd.grad(cce.linear_cross_entropy(e, c, targets), (e, c))
+        theirs = gradients(formula(e, c, targets)[0], [e, c])
+        assert all(relative(own, reference) < TOLERANCE[torch.bfloat16] for own, reference in zip(ours, theirs))
+
+
+def test_one_pass_twice_through_one_graph(monkeypatch):
+    """The upstream gradient is multiplied in place once; a second backward pass makes the gradients anew."""
+    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (16, "fp32"))
+    e, c, targets, _ = inputs(40, 24, 101, torch.bfloat16)
+    loss = cce.linear_cross_entropy(e, c, targets, z_loss=1e-2)
+    expected = gradients(formula(e, c, targets, z_loss=1e-2)[0], [e, c])
+    for factor in (2.0, 5.0):
+        ours = torch.autograd.grad(loss, (e, c), torch.tensor(factor), retain_graph=True)
+        assert all(relative(a, factor * b) < TOLERANCE[torch.bfloat16] for a, b in zip(ours, expected))
+
+
+def test_one_pass_with_a_frozen_side(monkeypatch):
+    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (16, "fp32"))
+    for frozen in (0, 1):
+        tensors = list(inputs(40, 24, 101, torch.bfloat16)[:3])
+        expected = gradients(formula(*tensors)[0], tensors[:2])
+        tensors[frozen] = tensors[frozen].detach()
+        cce.linear_cross_entropy(*tensors).backward()
+        assert tensors[frozen].grad is None
+        assert relative(tensors[1 - frozen].grad, expected[1 - frozen]) < TOLERANCE[torch.bfloat16]
+
+
+def test_operators_and_fakes_agree():
+    e, c, targets, _ = inputs(40, 24, 101, torch.bfloat16)
+    e, c, codes = e.detach(), c.detach(), targets.int()
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.cce.forward_parts, (e, c, None, codes, None, False, True), test_utils=tests)
+    for needs in ((True, True), (False, True)):
+        call = (e, c, None, codes, torch.ones(()), None, 0.0, 16, "fp32", *needs, torch.float32, torch.bfloat16)
+        torch.library.opcheck(torch.ops.cce.one_pass, call, test_utils=tests)
+
+
+SHAPES = ((1000, 256, 32768), (8192, 2304, 256000), (16384, 2048, 128256), (65536, 256, 32768), (300, 4096, 1001))
+
+
+@pytest.mark.parametrize("n,d,v", SHAPES)
+def test_slices_cover_the_vocabulary_and_fit(n, d, v):
+    """Each class once, in order; a slice's G fits its buffer, or the rows of dC behind it."""
+    for buffer_classes, c_itemsize in itertools.product((128, 1024, 4096), (None, 2, 4)):
+        reached = 0
+        for first, width, in_dc in plans.slices(n, d, v, 128, buffer_classes, 2, c_itemsize):
+            assert first == reached and first % 128 == 0 and width > 0
+            columns = -(-width // 128) * 128
+            if in_dc:
+                assert 2 * n * columns <= (v - first - width) * d * c_itemsize and columns > buffer_classes
+            else:
+                assert columns <= buffer_classes
+            reached += width
+        assert reached == v
+
+
+@pytest.mark.parametrize("n,d,v", SHAPES)
+def test_one_pass_is_chosen_only_where_it_fits(n, d, v):
+    chosen = {}
+    for accumulation, mib in itertools.product(("fp32", "kahan", "plain"), (16, 128, 1024, 4096, 2**20)):
+        choice = plans.one_pass_chunk(n, d, v, accumulation, mib, True, False)
+        chosen[accumulation, mib] = choice
+        if choice is not None:
+            chunk, kept = choice
+            assert plans.one_pass_bytes(n, chunk, d, v, kept, True, False) <= mib * 2**20
+            assert kept == accumulation or (accumulation, kept) == ("kahan", "fp32")
+    assert chosen["fp32", 16] is None or n * d * v < 2**36  # the fp32 sum alone is larger
+    if n >= 1000:
+        assert chosen["fp32", 2**20] is not None and chosen["kahan", 2**20][1] == "fp32"

@@ -5,6 +5,8 @@ the kernels run on CPU tensors.
 """
 
 from cce.kernels.backward import backward_parts
+from cce.kernels.exponentials import scale_in_place
 from cce.kernels.forward import forward_parts
+from cce.kernels.one_pass import one_pass
 
-__all__ = ["backward_parts", "forward_parts"]
+__all__ = ["backward_parts", "forward_parts", "one_pass", "scale_in_place"]

@@ -1,13 +1,18 @@
-"""What the kernels share: a tile of logits from fp32 accumulators, the softcap, the order of programs.
+"""What the kernels share: a tile of logits from fp32 accumulators, the softcap, the order of programs, descriptors.
 
-Shapes: N tokens, D hidden, V vocabulary. Offsets of rows are int64, so N * V and V * D may exceed 2^31.
+Shapes: N tokens, D hidden, V vocabulary. Matrices are read and written through tensor descriptors (Hopper's tensor memory
+accelerator; plain loads on older GPUs): tiles that reach past an edge read zeros there and write nothing.
 """
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from cce.tiles import DESCRIPTOR_BYTES
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 def interpreting() -> bool:
@@ -25,9 +30,28 @@ def precision(dtype: torch.dtype) -> str:
     return "widen" if interpreting() and dtype == torch.bfloat16 else "ieee"
 
 
-def rows_contiguous(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix itself if its rows are contiguous (at any distance), else a copy."""
-    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
+def padded_width(hidden: int, itemsize: int) -> int:
+    """Columns of a row that descriptors can address: a multiple of 16 bytes."""
+    granule = DESCRIPTOR_BYTES // itemsize
+    return -(-hidden // granule) * granule
+
+
+def addressable(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix [rows, columns] as descriptors need it: itself where rows are contiguous and lie at multiples of 16 bytes,
+    else a copy, with zero columns up to padded_width."""
+    rows, columns = matrix.shape
+    width = padded_width(columns, matrix.element_size())
+    aligned = matrix.stride(0) * matrix.element_size() % DESCRIPTOR_BYTES == 0 and matrix.stride(0) >= columns
+    if width == columns and matrix.stride(1) == 1 and aligned and matrix.data_ptr() % DESCRIPTOR_BYTES == 0:
+        return matrix
+    copy = torch.zeros(rows, width, dtype=matrix.dtype, device=matrix.device)
+    copy[:, :columns] = matrix
+    return copy
+
+
+def descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """Descriptor of an `addressable` matrix by blocks of rows x columns."""
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns])
 
 
 @triton.jit
@@ -59,25 +83,45 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def raw_logits(
-    E, C, Bias, rows_n, rows_v, stride_e, stride_c,
+    E, C, Bias, n0, v0, V,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """e_n . c_v + bias_v for the given rows (all in range), in fp32, before the softcap."""
-    offs_d = tl.arange(0, BLOCK_D)
-    e_ptrs = E + rows_n.to(tl.int64)[:, None] * stride_e + offs_d[None, :]
-    c_ptrs = C + rows_v.to(tl.int64)[None, :] * stride_c + offs_d[:, None]
+    """e_n . c_v + bias_v of the tile at (n0, v0), in fp32, before the softcap; 0 for rows past N and classes past V."""
     z = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-    for d in range(0, D, BLOCK_D):
-        if D % BLOCK_D == 0:
-            e = tl.load(e_ptrs)
-            c = tl.load(c_ptrs)
-        else:
-            e = tl.load(e_ptrs, mask=offs_d[None, :] < D - d, other=0.0)
-            c = tl.load(c_ptrs, mask=offs_d[:, None] < D - d, other=0.0)
-        z = dot(e, c, z, PRECISION)
-        e_ptrs += BLOCK_D
-        c_ptrs += BLOCK_D
+    for d in tl.range(0, D, BLOCK_D):
+        z = dot(E.load([n0, d]), C.load([v0, d]).T, z, PRECISION)
     if HAS_BIAS:
-        z += tl.load(Bias + rows_v).to(tl.float32)[None, :]
+        offs_v = v0 + tl.arange(0, BLOCK_V)
+        z += tl.load(Bias + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
     return z
+
+
+@triton.jit
+def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of a tile, in registers."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
+
+
+def stored_columns(columns: int) -> int:
+    """Columns of the block that store_tile writes at a time; a whole wide tile would take shared memory from the product."""
+    return {256: 64, 128: 64}.get(columns, columns)
+
+
+@triton.jit
+def store_tile(Out, x, r0, c0, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Round a tile to Out's dtype and write it at (r0, c0), by blocks of stored_columns."""
+    if COLUMNS == 256:
+        left, right = halves(x, ROWS, COLUMNS)
+        first, second = halves(left, ROWS, COLUMNS // 2)
+        Out.store([r0, c0], first.to(Out.dtype))
+        Out.store([r0, c0 + COLUMNS // 4], second.to(Out.dtype))
+        third, fourth = halves(right, ROWS, COLUMNS // 2)
+        Out.store([r0, c0 + COLUMNS // 2], third.to(Out.dtype))
+        Out.store([r0, c0 + 3 * (COLUMNS // 4)], fourth.to(Out.dtype))
+    elif COLUMNS == 128:
+        left, right = halves(x, ROWS, COLUMNS)
+        Out.store([r0, c0], left.to(Out.dtype))
+        Out.store([r0, c0 + COLUMNS // 2], right.to(Out.dtype))
+    else:
+        Out.store([r0, c0], x.to(Out.dtype))

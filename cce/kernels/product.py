@@ -1,4 +1,4 @@
-"""Out (+)= A B with fp32 accumulators and a choice of how the sum over calls is rounded; skips dropped tiles.
+"""Out (+)= A B with fp32 accumulators and a choice of how the sum over calls is rounded; walks only surviving tiles.
 
 cuBLAS does the products that end in one call; this kernel does those that cuBLAS has no epilogue for.
 """
@@ -7,94 +7,181 @@ import torch
 import triton
 import triton.language as tl
 
-from cce.kernels.logits import dot, grouped, interpreting, precision
-from cce.tiles import Tile, filter_tile, product_tile
+from cce.kernels.filter import Survivors
+from cce.kernels.logits import descriptor, dot, grouped, halves, interpreting, precision
+from cce.tiles import KAHAN_BLOCK_BYTES, MULTIPROCESSORS, filter_tile, product_tile
 
 
-@triton.jit
-def _step(a_ptrs, b_ptrs, in_m, in_c, in_k, acc, PRECISION: tl.constexpr):
-    # Masks, not clamped indices: the compiler then still sees contiguous rows and copies 16 bytes at a time.
-    a = tl.load(a_ptrs, mask=in_m[:, None] & in_k[None, :], other=0.0)
-    b = tl.load(b_ptrs, mask=in_k[:, None] & in_c[None, :], other=0.0)
-    return dot(a, b, acc, PRECISION)
-
-
-# One program owns one tile of Out, so nothing is added atomically: it runs over all of K and then adds once.
-# Out and Comp are M x columns in the gradient's dtype, or Out alone in fp32:
+# How a sum over calls is rounded. Out and Comp are in the gradient's dtype, or Out alone in fp32:
 #   plain   Out = round(Out + AB)
 #   Kahan   Comp carries the rounding error of Out: y = AB - Comp; t = round(Out + y); Comp = round((t - Out) - y);
 #           Out = t, worked in fp32. bf16 + bf16 then behave like 16 bits of mantissa at half of fp32's buffer.
-# FILTERED: Kept holds one byte per filter tile of A; a step of K lies in one of them and is skipped if the byte is 0.
+@triton.jit
+def _add_tile(acc, Out, Comp, m0, c0, ADD: tl.constexpr, KAHAN: tl.constexpr):
+    if ADD:
+        old = Out.load([m0, c0]).to(tl.float32)
+        if KAHAN:
+            acc -= Comp.load([m0, c0]).to(tl.float32)
+        new = (old + acc).to(Out.dtype)
+        if KAHAN:
+            Comp.store([m0, c0], ((new.to(tl.float32) - old) - acc).to(Comp.dtype))
+    else:
+        new = acc.to(Out.dtype)
+        if KAHAN:
+            Comp.store([m0, c0], (new.to(tl.float32) - acc).to(Comp.dtype))
+    Out.store([m0, c0], new)
+
+
+@triton.jit
+def _prefetch(Base, m0, c0, M, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LINE: tl.constexpr):
+    """Ask L2 for a tile of Base [M, stride], a cache line of LINE elements at a time."""
+    offs_m = m0 + tl.arange(0, ROWS)
+    lines = c0 + tl.arange(0, COLUMNS // LINE) * LINE
+    at = Base + tl.minimum(offs_m, M - 1).to(tl.int64)[:, None] * stride + tl.minimum(lines, stride - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+# One program owns one tile of Out at a time, so nothing is added atomically: it runs over all of K and then adds once.
+# The tile is added in QUARTERS of its columns to keep registers free, and asked into L2 before the product begins, so that
+# the addition does not wait for memory.
+# FILTERED: Count and Order say which tiles of K survive for this row of tiles; only those are read.
 @triton.jit
 def _product_kernel(
-    A, B, Out, Comp, Kept, Factor, M, K, stride_am, stride_ak, stride_b, stride_o, kept_m, kept_k,
+    A, B, Out, Comp, OutBase, CompBase, Count, Order, Factor, M, K, stride_order, stride_out,
     COLUMNS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-    ADD: tl.constexpr, KAHAN: tl.constexpr, FILTERED: tl.constexpr, KEPT_ROWS: tl.constexpr, KEPT_DEPTH: tl.constexpr,
-    HAS_FACTOR: tl.constexpr, PRECISION: tl.constexpr,
+    PROGRAMS: tl.constexpr, TRANSPOSED: tl.constexpr, ADD: tl.constexpr, KAHAN: tl.constexpr, FILTERED: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_K: tl.constexpr, HAS_FACTOR: tl.constexpr, QUARTERS: tl.constexpr,
+    PREFETCH: tl.constexpr, LINE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    tile_m, tile_c = grouped(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(COLUMNS, BLOCK_C), GROUP)
-    offs_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_c = tile_c * BLOCK_C + tl.arange(0, BLOCK_C)
-    offs_k = tl.arange(0, BLOCK_K)
-    in_m = offs_m < M
-    in_c = offs_c < COLUMNS
-    a_ptrs = A + offs_m.to(tl.int64)[:, None] * stride_am + offs_k.to(tl.int64)[None, :] * stride_ak
-    b_ptrs = B + offs_k.to(tl.int64)[:, None] * stride_b + offs_c[None, :]
-    acc = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
-    if FILTERED:
-        kept_ptr = Kept + (tile_m * BLOCK_M // KEPT_ROWS) * kept_m
-        for k in range(0, K, BLOCK_K):
-            if tl.load(kept_ptr + (k // KEPT_DEPTH) * kept_k) != 0:
-                acc = _step(a_ptrs, b_ptrs, in_m, in_c, offs_k < K - k, acc, PRECISION)
-            a_ptrs += BLOCK_K * stride_ak
-            b_ptrs += BLOCK_K * stride_b
-    else:
-        for k in range(0, K, BLOCK_K):
-            acc = _step(a_ptrs, b_ptrs, in_m, in_c, offs_k < K - k, acc, PRECISION)
-            a_ptrs += BLOCK_K * stride_ak
-            b_ptrs += BLOCK_K * stride_b
-    if HAS_FACTOR:
-        acc *= tl.load(Factor)
-    mask = in_m[:, None] & in_c[None, :]
-    first = tl.cast(tile_m, tl.int64) * BLOCK_M * stride_o + tile_c * BLOCK_C
-    at = tl.arange(0, BLOCK_M)[:, None] * stride_o + tl.arange(0, BLOCK_C)[None, :]
-    old = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
-    if ADD:
-        old = tl.load(Out + first + at, mask=mask, other=0.0).to(tl.float32)
-        if KAHAN:
-            acc -= tl.load(Comp + first + at, mask=mask, other=0.0).to(tl.float32)
-    new = (old + acc).to(Out.dtype.element_ty)
-    if KAHAN:
-        tl.store(Comp + first + at, ((new.to(tl.float32) - old) - acc).to(Comp.dtype.element_ty), mask=mask)
-    tl.store(Out + first + at, new, mask=mask)
+    rows = tl.cdiv(M, BLOCK_M)
+    columns: tl.constexpr = (COLUMNS + BLOCK_C - 1) // BLOCK_C
+    for pid in tl.range(tl.program_id(0), rows * columns, PROGRAMS):
+        tile_m, tile_c = grouped(pid, rows, columns, GROUP)
+        m0 = tile_m * BLOCK_M
+        c0 = tile_c * BLOCK_C
+        steps = tl.cdiv(K, BLOCK_K)
+        if FILTERED:
+            steps = tl.load(Count + m0 // TILE_M) * (TILE_K // BLOCK_K)
+        if PREFETCH:
+            _prefetch(OutBase, m0, c0, M, stride_out, BLOCK_M, BLOCK_C, LINE)
+            if KAHAN:
+                _prefetch(CompBase, m0, c0, M, stride_out, BLOCK_M, BLOCK_C, LINE)
+        acc = tl.zeros((BLOCK_M, BLOCK_C), dtype=tl.float32)
+        for step in tl.range(0, steps):
+            k = step * BLOCK_K
+            if FILTERED:
+                tile_k = tl.load(Order + (m0 // TILE_M) * stride_order + step // (TILE_K // BLOCK_K))
+                k = tile_k * TILE_K + (step % (TILE_K // BLOCK_K)) * BLOCK_K
+            if TRANSPOSED:
+                a = A.load([k, m0]).T
+            else:
+                a = A.load([m0, k])
+            acc = dot(a, B.load([k, c0]), acc, PRECISION)
+        if (steps > 0) | (not ADD):
+            if HAS_FACTOR:
+                acc *= tl.load(Factor)
+            if QUARTERS:
+                left, right = halves(acc, BLOCK_M, BLOCK_C)
+                first, second = halves(left, BLOCK_M, BLOCK_C // 2)
+                _add_tile(first, Out, Comp, m0, c0, ADD, KAHAN)
+                _add_tile(second, Out, Comp, m0, c0 + BLOCK_C // 4, ADD, KAHAN)
+                third, fourth = halves(right, BLOCK_M, BLOCK_C // 2)
+                _add_tile(third, Out, Comp, m0, c0 + BLOCK_C // 2, ADD, KAHAN)
+                _add_tile(fourth, Out, Comp, m0, c0 + 3 * (BLOCK_C // 4), ADD, KAHAN)
+            else:
+                _add_tile(acc, Out, Comp, m0, c0, ADD, KAHAN)
 
 
 def add_product(
-    a_MK: torch.Tensor,
+    a: torch.Tensor,
     b_KC: torch.Tensor,
     out_MC: torch.Tensor,
     *,
+    transposed: bool = False,
     add: bool,
     comp_MC: torch.Tensor | None = None,
-    kept: torch.Tensor | None = None,
-    kept_tile: tuple[int, int] | None = None,
+    kept: Survivors | None = None,
     factor: torch.Tensor | None = None,
-    tile: Tile | None = None,
 ) -> None:
-    """out = A B, or out += A B with `add`, in place.
+    """out = A B, or out += A B with `add`, in place. a is A [M, K], or A^T [K, M] with `transposed`.
 
-    comp_MC: rounding error of out, carried from call to call (Kahan). kept [M tiles, K tiles] uint8 and kept_tile, the
-    filter's tile as (rows of A, depth of A): steps in tiles with 0 are skipped. factor: fp32 scalar on the device that
-    multiplies A B. Any strides of A; rows of B and out contiguous.
+    comp_MC: rounding error of out, carried from call to call (Kahan). kept: per row of M's filter tiles the surviving tiles of
+    K. factor: fp32 scalar on the device that multiplies A B. All matrices `addressable`, out and comp of the same strides.
     """
-    (M, K), columns = a_MK.shape, b_KC.shape[1]
-    kept_strides = (0, 0) if kept is None else kept.stride()
-    tile = tile or product_tile(a_MK.dtype, columns, interpreting())
-    kept_tile = kept_tile or filter_tile(interpreting())
-    _product_kernel[(triton.cdiv(M, tile.rows) * triton.cdiv(columns, tile.columns),)](
-        a_MK, b_KC, out_MC, comp_MC, kept, factor, M, K,
-        a_MK.stride(0), a_MK.stride(1), b_KC.stride(0), out_MC.stride(0), *kept_strides,
+    (K, M) = a.shape if transposed else a.shape[::-1]
+    columns, interpret = b_KC.shape[1], interpreting()
+    tile = product_tile(a.dtype, columns, interpret)
+    quarters = tile.columns == 256
+    stored = tile.columns // 4 if quarters else tile.columns
+    tile_m, tile_k = filter_tile(interpret)[:: -1 if transposed else 1]
+    tiles = triton.cdiv(M, tile.rows) * triton.cdiv(columns, tile.columns)
+    _product_kernel[(min(tiles, MULTIPROCESSORS),)](
+        descriptor(a, tile.depth, tile.rows) if transposed else descriptor(a, tile.rows, tile.depth),
+        descriptor(b_KC, tile.depth, tile.columns), descriptor(out_MC, tile.rows, stored),
+        None if comp_MC is None else descriptor(comp_MC, tile.rows, stored), out_MC, comp_MC,
+        None if kept is None else kept.count, None if kept is None else kept.order, factor, M, K,
+        0 if kept is None else kept.order.stride(0), out_MC.stride(0),
         COLUMNS=columns, BLOCK_M=tile.rows, BLOCK_C=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
-        ADD=add, KAHAN=comp_MC is not None, FILTERED=kept is not None, KEPT_ROWS=kept_tile[0], KEPT_DEPTH=kept_tile[1],
-        HAS_FACTOR=factor is not None, PRECISION=precision(a_MK.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        PROGRAMS=MULTIPROCESSORS, TRANSPOSED=transposed, ADD=add, KAHAN=comp_MC is not None, FILTERED=kept is not None,
+        TILE_M=tile_m, TILE_K=tile_k, HAS_FACTOR=factor is not None, QUARTERS=quarters, PREFETCH=add and not interpret,
+        LINE=128 // out_MC.element_size(), PRECISION=precision(a.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+@triton.jit
+def _kahan_kernel(X, Out, Comp, count, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = offs < count
+    y = tl.load(X + offs, mask=inside, other=0.0)
+    old = tl.zeros((BLOCK,), dtype=tl.float32)
+    if ADD:
+        old = tl.load(Out + offs, mask=inside, other=0.0).to(tl.float32)
+        y -= tl.load(Comp + offs, mask=inside, other=0.0).to(tl.float32)
+    new = (old + y).to(Out.dtype.element_ty)
+    tl.store(Comp + offs, ((new.to(tl.float32) - old) - y).to(Comp.dtype.element_ty), mask=inside)
+    tl.store(Out + offs, new, mask=inside)
+
+
+def matmul_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> bool:
+    """out = a b or out += a b by the vendor's library with fp32 accumulators; False if it has no such product."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+        return True
+    if out.device.type == "cuda" and torch.version.cuda is not None and hasattr(torch.ops.aten.addmm, "dtype_out"):
+        if add:
+            torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
+        else:
+            torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
+        return True
+    return False
+
+
+def kahan_block(columns: int, interpret: bool) -> int:
+    """Rows of the fp32 block that kahan_product goes through."""
+    return 16 if interpret else max(128, KAHAN_BLOCK_BYTES // (4 * columns) // 128 * 128)
+
+
+def kahan_product(
+    a: torch.Tensor,
+    b_KC: torch.Tensor,
+    out_MC: torch.Tensor,
+    comp_MC: torch.Tensor,
+    block: torch.Tensor,
+    *,
+    transposed: bool = False,
+    add: bool,
+) -> None:
+    """As add_product with comp_MC, by the vendor's products: rows of A B go through `block` [rows, C] fp32, which stays in L2."""
+    M = out_MC.shape[0]
+    for m0 in range(0, M, block.shape[0]):
+        rows = slice(m0, min(m0 + block.shape[0], M))
+        out, comp = out_MC[rows], comp_MC[rows]
+        x = block[: out.shape[0]]
+        of_rows = a[:, rows] if transposed else a[rows]
+        if not matmul_into(of_rows.t() if transposed else of_rows, b_KC, x, add=False):
+            add_product(of_rows, b_KC, x, transposed=transposed, add=False)
+        count, step = x.numel(), 128 if interpreting() else 2048
+        _kahan_kernel[(triton.cdiv(count, step),)](x, out, comp, count, ADD=add, BLOCK=step)

@@ -18,6 +18,8 @@ PACKAGES = (
     "flash-linear-attention",
     "fla-core",
     "liger-kernel",
+    "cut-cross-entropy",
+    "quack-kernels",
     "transformers",
     "datasets",
     "tokenizers",

@@ -80,10 +80,13 @@ def test_float64_takes_the_blockwise_path():
 
 @pytest.mark.parametrize("scale", [0.3, 3.0])
 def test_no_further_off_than_the_standard_path(scale):
-    """Exact presets at N = 4096, D = 1024, V = 16384, several slices, on a flat and on a peaked softmax."""
-    e, c, targets, _ = on_gpu(4096, 1024, 16384, BF16, scale=scale)
-    expected_loss, _ = formula(e, c, targets)
-    expected = gradients(expected_loss, [e, c])
+    """Exact presets at N = 3000, D = 1024, V = 16000, several slices, on a flat and on a peaked softmax."""
+    e, c, targets, _ = on_gpu(3000, 1024, 16000, BF16, scale=scale)
+    exact = [
+        tensor.detach().double().requires_grad_() for tensor in (e, c)
+    ]  # gradients of bf16 leaves come rounded to bf16
+    expected_loss, _ = formula(*exact, targets)
+    expected = gradients(expected_loss, exact)
     standard = gradients(F.cross_entropy(F.linear(e, c).float(), targets), [e, c])
     errors = {}
     for impl in ("cce_kahan_full_c", "cce_exact", "plain"):
@@ -238,19 +241,20 @@ def beyond(function, *tensors):
     return (torch.cuda.max_memory_allocated() - before - own) / MIB
 
 
-@pytest.mark.parametrize("impl,sum_bytes", [("cce_exact", 4), ("cce_kahan_full_c", 2), ("cce", 0)])
-@pytest.mark.parametrize("workspace", [32, 64])
-def test_memory_is_the_workspace_and_the_sum_of_de(impl, sum_bytes, workspace):
+@pytest.mark.parametrize("impl,least", [("cce_exact", 32 + 2), ("cce_kahan_full_c", 16 + 16 + 2), ("cce", 8 + 2)])
+@pytest.mark.parametrize("workspace", [16, 48, 96, 512, 2048])
+def test_memory_stays_within_the_workspace(impl, least, workspace):
+    """By slices, with G in dC's memory or not, and in one pass; least: dE's sum (or the filter's maxima) and 128 classes of G."""
     n, d, v = 8192, 1024, 65536
     e, c, targets, _ = on_gpu(n, d, v, BF16)
     used = beyond(lambda: cce.linear_cross_entropy(e, c, targets, impl=impl, workspace_mib=workspace), e, c)
-    # 12 MiB: partial log-sum-exps (4), numbers per token, rounding of the allocator
-    assert used <= workspace + n * d * sum_bytes / MIB + 12
+    # 6 MiB: partial log-sum-exps (at most 4), numbers per token, rounding of the allocator
+    assert used <= max(workspace, least) + 6
     with torch.no_grad():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         cce.linear_cross_entropy(e, c, targets)
-        assert (torch.cuda.max_memory_allocated() - before) / MIB <= 6
+        assert (torch.cuda.max_memory_allocated() - before) / MIB <= 4
 
 
 @pytest.mark.parametrize("workspace", [None, 6000])

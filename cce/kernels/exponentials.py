@@ -1,0 +1,338 @@
+"""Exponentials of a chunk of tokens, kept in memory, and what turns them into gradients (cce/kernels/one_pass.py)."""
+
+import torch
+import triton
+import triton.language as tl
+
+from cce.kernels.forward import LOWEST
+from cce.kernels.launch import Launches
+from cce.kernels.logits import (
+    LN2,
+    LOG2E,
+    descriptor,
+    grouped,
+    interpreting,
+    precision,
+    raw_logits,
+    store_tile,
+    stored_columns,
+    tanh,
+)
+from cce.targets import IGNORED
+from cce.tiles import exponentials_tile
+
+_IGNORED = tl.constexpr(IGNORED)
+# In powers of two: what a logit may lie above its token's reference. Sums over a vocabulary then stay in fp32, and w in bf16.
+FAR = tl.constexpr(60.0)
+
+
+# As the log-sum-exp kernel, and each tile's w = 2^(z log2e - reference) is stored, 0 for the target. The reference of a token
+# starts at its target's logit, so it is the same in all tiles unless a logit lies FAR above it. Where a tile's reference ended
+# up is written to TileReference [tiles, n]. With a softcap the stored w carries the cap's slope, the sum does not.
+@triton.jit
+def _exponentials_kernel(
+    E, C, W, Bias, Codes, Reference, Target, Part, TileReference, N, V, softcap, splits,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile_n, split = grouped(tl.program_id(0), tl.cdiv(N, BLOCK_N), splits, GROUP)
+    n0 = tile_n * BLOCK_N
+    offs_n = n0 + tl.arange(0, BLOCK_N)
+    in_n = offs_n < N
+    code = tl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
+    reference = tl.load(Reference + offs_n, mask=in_n, other=0.0) * LOG2E
+    exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    tiles_v = tl.cdiv(V, BLOCK_V)
+    for tile_v in tl.range((split * tiles_v) // splits, ((split + 1) * tiles_v) // splits):
+        v0 = tile_v * BLOCK_V
+        z = raw_logits(E, C, Bias, n0, v0, V, D, BLOCK_N, BLOCK_V, BLOCK_D, HAS_BIAS, PRECISION)
+        if HAS_SOFTCAP:
+            t = tanh(z / softcap)
+            z = softcap * t
+        offs_v = v0 + tl.arange(0, BLOCK_V)
+        here = (code >= v0) & (code < v0 + BLOCK_V)
+        if tl.max(here.to(tl.int32), 0) != 0:
+            own = offs_v[None, :] == code[:, None]
+            tl.store(Target + offs_n, tl.max(tl.where(own, z, -float("inf")), 1), mask=here)
+            z = tl.where(own, -float("inf"), z)
+        if v0 + BLOCK_V > V:
+            z = tl.where(offs_v[None, :] < V, z, -float("inf"))
+        top = tl.max(z, 1) * LOG2E
+        if tl.max(top - reference, 0) > FAR:
+            moved = tl.maximum(reference, top)
+            exp_sum *= tl.exp2(reference - moved)
+            reference = moved
+        w = tl.exp2(z * LOG2E - reference[:, None])
+        exp_sum += tl.sum(w, 1)
+        tl.store(TileReference + tl.cast(tile_v, tl.int64) * N + offs_n, reference, mask=in_n)
+        if HAS_SOFTCAP:
+            w *= 1 - t * t
+        store_tile(W, w, n0, v0, BLOCK_N, BLOCK_V)
+    tl.store(Part + tl.cast(split, tl.int64) * N + offs_n, reference + tl.log2(exp_sum), mask=in_n)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x >= 0 to fp32 precision: log2 of a number next to 1 has none, the series 2 atanh(x / (2 + x)) does."""
+    s = x / (2 + x)
+    s2 = s * s
+    series = 2 * s * (1 + s2 * (1 / 3 + s2 * (1 / 5 + s2 * (1 / 7 + s2 * (1 / 9 + s2 * (1 / 11))))))
+    return tl.where(x < 0.5, series, tl.log2(1 + x) * LN2)
+
+
+# Per token: rest from the splits' parts, nll = log(1 + exp(rest - target)), lse = target + nll, and the two numbers that make
+# gradients of the stored w (in units of 2^-reference, the largest of the token's references):
+#   scale = (dloss + dlse) 2^(reference - lse log2e)     the gradient of a logit that is not the target's is scale w
+#   own   = ((p - 1) dloss + p dlse) slope               that of the target's; p - 1 = -x / (1 + x), x = exp(rest - target)
+# with dlse = 2 z_loss lse dloss, the gradient of z_loss lse^2. NEED_SCALED: ScaledE = round(scale e).
+# Tiles whose reference stayed behind the token's largest are brought to it: as a rule there are none.
+@triton.jit
+def _tokens_kernel(
+    Part, TileReference, Target, Codes, Dloss, Nll, Lse, Scale, Own, W, E, ScaledE,
+    N, V, D, stride_w, stride_e, stride_s, splits, tiles_v, z_loss, softcap,
+    HAS_SOFTCAP: tl.constexpr, NEED_SCALED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = offs_n < N
+    maximum = tl.full((BLOCK_N,), LOWEST, dtype=tl.float32)
+    reference = tl.full((BLOCK_N,), LOWEST, dtype=tl.float32)
+    lowest = tl.full((BLOCK_N,), -LOWEST, dtype=tl.float32)
+    exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
+    for split_0 in range(0, splits, BLOCK_S):
+        split = split_0 + tl.arange(0, BLOCK_S)[:, None]
+        mask = (split < splits) & inside[None, :]
+        part = tl.load(Part + split.to(tl.int64) * N + offs_n[None, :], mask=mask, other=LOWEST)
+        moved = tl.maximum(maximum, tl.max(part, 0))
+        exp_sum = exp_sum * tl.exp2(maximum - moved) + tl.sum(tl.exp2(part - moved[None, :]), 0)
+        maximum = moved
+        # Within a split references only rise: its first tile has the smallest, its last the largest.
+        first = TileReference + ((split * tiles_v) // splits).to(tl.int64) * N + offs_n[None, :]
+        last = TileReference + (((split + 1) * tiles_v) // splits - 1).to(tl.int64) * N + offs_n[None, :]
+        reference = tl.maximum(reference, tl.max(tl.load(last, mask=mask, other=LOWEST), 0))
+        lowest = tl.minimum(lowest, tl.min(tl.load(first, mask=mask, other=-LOWEST), 0))
+    target = tl.load(Target + offs_n, mask=inside, other=0.0)
+    active = tl.load(Codes + offs_n, mask=inside, other=_IGNORED) != _IGNORED
+    gap = (maximum + tl.log2(exp_sum)) * LN2 - target
+    x = tl.exp(-tl.abs(gap))
+    nll = tl.maximum(gap, 0.0) + log1p(x)
+    lse = target + nll
+    p = tl.where(gap > 0, x, 1.0) / (1 + x)
+    minus_rest = -tl.where(gap > 0, 1.0, x) / (1 + x)
+    dloss = tl.load(Dloss)
+    dlse = 2 * z_loss * lse * dloss
+    own = minus_rest * dloss + p * dlse
+    if HAS_SOFTCAP:
+        t = target / softcap
+        own *= 1 - t * t
+    scale = tl.where(active, (dloss + dlse) * tl.exp2(reference - lse * LOG2E), 0.0)
+    tl.store(Nll + offs_n, tl.where(active, nll, 0.0), mask=inside)
+    tl.store(Lse + offs_n, tl.where(active, lse, 0.0), mask=inside)
+    tl.store(Scale + offs_n, scale, mask=inside)
+    tl.store(Own + offs_n, tl.where(active, own, 0.0), mask=inside)
+    rows = offs_n.to(tl.int64)[:, None]
+    if NEED_SCALED:
+        for d in range(0, D, BLOCK_D):
+            offs_d = d + tl.arange(0, BLOCK_D)[None, :]
+            mask = inside[:, None] & (offs_d < D)
+            e = tl.load(E + rows * stride_e + offs_d, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
+            tl.store(ScaledE + rows * stride_s + offs_d, e.to(ScaledE.dtype.element_ty), mask=mask)
+    if tl.max((inside & (lowest < reference)).to(tl.int32), 0) != 0:
+        for tile_v in range(0, tiles_v):
+            behind = tl.load(TileReference + tl.cast(tile_v, tl.int64) * N + offs_n, mask=inside, other=0.0) - reference
+            if tl.min(tl.where(inside, behind, 0.0), 0) < 0:
+                offs_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
+                mask = inside[:, None] & (offs_v < V)[None, :]
+                w = tl.load(W + rows * stride_w + offs_v[None, :], mask=mask, other=0.0).to(tl.float32)
+                w *= tl.exp2(behind)[:, None]
+                tl.store(W + rows * stride_w + offs_v[None, :], w.to(W.dtype.element_ty), mask=mask)
+
+
+# dE = scale (w C) + own c_target, rounded once.
+@triton.jit
+def _hidden_gradient_kernel(
+    X, DE, Scale, Own, C, Codes, N, D, stride_x, stride_de, stride_c, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (offs_n < N)[:, None] & (offs_d < D)[None, :]
+    rows = offs_n.to(tl.int64)[:, None]
+    scale = tl.load(Scale + offs_n, mask=offs_n < N, other=0.0)
+    own = tl.load(Own + offs_n, mask=offs_n < N, other=0.0)
+    code = tl.load(Codes + offs_n, mask=offs_n < N, other=-1)
+    x = tl.load(X + rows * stride_x + offs_d[None, :], mask=mask, other=0.0) * scale[:, None]
+    at = C + tl.maximum(code, 0).to(tl.int64)[:, None] * stride_c + offs_d[None, :]
+    x += tl.load(at, mask=mask & (code >= 0)[:, None], other=0.0).to(tl.float32) * own[:, None]
+    tl.store(DE + rows * stride_de + offs_d[None, :], x.to(DE.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _run(E, Own, Codes, Order, at, end, code, offs_d, N, D, stride_e, BLOCK_N: tl.constexpr):
+    """Sum of own e over the sorted tokens from `at` to `end` (at most BLOCK_N) whose target is `code`."""
+    offs_n = at + tl.arange(0, BLOCK_N)
+    same = tl.load(Codes + offs_n, mask=offs_n < tl.minimum(end, N), other=-1) == code
+    token = tl.load(Order + offs_n, mask=same, other=0)
+    own = tl.load(Own + token, mask=same, other=0.0)
+    rows = E + token.to(tl.int64)[:, None] * stride_e + offs_d[None, :]
+    e = tl.load(rows, mask=same[:, None] & (offs_d < D)[None, :], other=0.0).to(tl.float32)
+    return tl.sum(e * own[:, None], 0)
+
+
+# Tokens come sorted by target, in blocks of BLOCK_N: a block of one target only writes its sum of own e to Sums. Frequent words
+# make runs of thousands of tokens; their blocks are summed side by side.
+@triton.jit
+def _block_sums_kernel(E, Own, Codes, Order, Sums, N, D, stride_e, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    block = tl.program_id(0)
+    first = block * BLOCK_N
+    code = tl.load(Codes + first)
+    if tl.load(Codes + first + BLOCK_N - 1, mask=first + BLOCK_N <= N, other=-1) == code:
+        offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        total = _run(E, Own, Codes, Order, first, first + BLOCK_N, code, offs_d, N, D, stride_e, BLOCK_N)
+        tl.store(Sums + tl.cast(block, tl.int64) * D + offs_d, total, mask=offs_d < D)
+
+
+# dC[v] += sum over the tokens whose target is v of own_n e_n. The program of a run's first token adds up the run in the order of
+# tokens: single steps to the next whole block, the sums of whole blocks of this target, single steps to the end. The total is
+# added to dC, with its compensation where KAHAN.
+@triton.jit
+def _target_rows_kernel(
+    E, Own, Codes, Order, Sums, DC, Comp, N, D, stride_e, stride_dc,
+    STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr, KAHAN: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0)
+    code = tl.load(Codes + first)
+    before = tl.load(Codes + first - 1, mask=first > 0, other=-1)
+    if (code >= 0) & (code != before):
+        offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        in_d = offs_d < D
+        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        at = first
+        while tl.load(Codes + at, mask=at < N, other=-1) == code:
+            ends = at + (tl.arange(0, BLOCKS) + 1) * BLOCK_N - 1
+            whole = (tl.load(Codes + ends, mask=ends < N, other=-1) == code) & (at % BLOCK_N == 0)
+            count = tl.sum(whole.to(tl.int32), 0)
+            if count > 0:
+                rows = (at // BLOCK_N + tl.arange(0, BLOCKS)).to(tl.int64)[:, None]
+                sums = tl.load(Sums + rows * D + offs_d[None, :], mask=whole[:, None] & in_d[None, :], other=0.0)
+                total += tl.sum(sums, 0)
+                at += count * BLOCK_N
+            else:
+                end = (at // STEP + 1) * STEP
+                total += _run(E, Own, Codes, Order, at, end, code, offs_d, N, D, stride_e, STEP)
+                at = end
+        out = tl.cast(code, tl.int64) * stride_dc + offs_d
+        if KAHAN:
+            total -= tl.load(Comp + out, mask=in_d, other=0.0).to(tl.float32)
+        old = tl.load(DC + out, mask=in_d, other=0.0).to(tl.float32)
+        tl.store(DC + out, (old + total).to(DC.dtype.element_ty), mask=in_d)
+
+
+# In place, and without a look from the host: a program whose factor is 1 ends at once.
+@triton.jit
+def _scale_kernel(X, Factor, count, BLOCK: tl.constexpr):
+    factor = tl.load(Factor)
+    if factor != 1.0:
+        offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(X + offs, mask=offs < count, other=0.0).to(tl.float32)
+        tl.store(X + offs, (x * factor).to(X.dtype.element_ty), mask=offs < count)
+
+
+def exponentials(
+    e_nD: torch.Tensor,
+    c_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    codes_n: torch.Tensor,
+    reference_n: torch.Tensor,
+    target_n: torch.Tensor,
+    dloss: torch.Tensor,
+    softcap: float | None,
+    z_loss: float,
+    w_nV: torch.Tensor,
+    scaled_e: torch.Tensor | None,
+    parts: torch.Tensor,
+    tile_references: torch.Tensor,
+    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    launch: Launches,
+) -> None:
+    """Fill w_nV [n, V] bf16, scaled_e [n, D] and tokens = (nll, lse, scale, own), each [n] fp32, of _tokens_kernel.
+
+    reference_n: the target's logit, not necessarily to the last bit; target_n comes with the same numbers, which stay where a
+    token has no target. dloss: fp32 scalar, the gradient of each token's loss. parts [splits, n] and tile_references [tiles of
+    classes, n]: fp32 scratch.
+    """
+    (n, D), V = e_nD.shape, c_VD.shape[0]
+    tile = exponentials_tile(D, interpreting())
+    splits, tiles_v = parts.shape[0], triton.cdiv(V, tile.columns)
+    launch(
+        _exponentials_kernel,
+        (triton.cdiv(n, tile.rows) * splits,),
+        (
+            descriptor(e_nD, tile.rows, tile.depth), descriptor(c_VD, tile.columns, tile.depth),
+            descriptor(w_nV, tile.rows, stored_columns(tile.columns)), bias_V, codes_n, reference_n, target_n, parts,
+            tile_references, n, V, softcap or 1.0, splits,
+        ),
+        dict(
+            D=D, BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_D=tile.depth, GROUP=tile.group,
+            HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None, PRECISION=precision(e_nD.dtype),
+        ),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+    block = 8
+    launch(
+        _tokens_kernel,
+        (triton.cdiv(n, block),),
+        (
+            parts, tile_references, target_n, codes_n, dloss, *tokens, w_nV, e_nD, scaled_e, n, V, D, w_nV.stride(0),
+            e_nD.stride(0), 0 if scaled_e is None else scaled_e.stride(0), splits, tiles_v, z_loss, softcap or 1.0,
+        ),
+        dict(
+            HAS_SOFTCAP=softcap is not None, NEED_SCALED=scaled_e is not None, BLOCK_N=block, BLOCK_S=32,
+            BLOCK_V=tile.columns, BLOCK_D=min(256, triton.next_power_of_2(D)),
+        ),
+        num_warps=1,
+    )  # fmt: skip
+
+
+def hidden_gradient(
+    x_nD: torch.Tensor,
+    scale_n: torch.Tensor,
+    own_n: torch.Tensor,
+    c_VD: torch.Tensor,
+    codes_n: torch.Tensor,
+    de_nD: torch.Tensor,
+    launch: Launches,
+) -> None:
+    """dE = scale x + own c_target, rounded once to dE's dtype; x = w C in fp32."""
+    n, D = x_nD.shape
+    rows, columns = 4, min(512, triton.next_power_of_2(D))
+    launch(
+        _hidden_gradient_kernel,
+        (triton.cdiv(n, rows), triton.cdiv(D, columns)),
+        (x_nD, de_nD, scale_n, own_n, c_VD, codes_n, n, D, x_nD.stride(0), de_nD.stride(0), c_VD.stride(0)),
+        dict(BLOCK_N=rows, BLOCK_D=columns),
+    )
+
+
+def add_target_rows(
+    e_ND: torch.Tensor, own_N: torch.Tensor, codes_N: torch.Tensor, dc_VD: torch.Tensor, comp_VD: torch.Tensor | None
+) -> None:
+    """dc[v] += sum of own_n e_n over the tokens whose target is v, in the order of tokens; comp as in add_product."""
+    N, D = e_ND.shape
+    codes, order = codes_N.sort(stable=True)
+    columns, block = min(1024, triton.next_power_of_2(D)), 8 if interpreting() else 64
+    programs_d = triton.cdiv(D, columns)
+    sums = torch.empty(triton.cdiv(N, block), D, dtype=torch.float32, device=e_ND.device)
+    _block_sums_kernel[(sums.shape[0], programs_d)](
+        e_ND, own_N, codes, order, sums, N, D, e_ND.stride(0), BLOCK_N=block, BLOCK_D=columns
+    )
+    _target_rows_kernel[(N, programs_d)](
+        e_ND, own_N, codes, order, sums, dc_VD, comp_VD, N, D, e_ND.stride(0), dc_VD.stride(0),
+        STEP=block // 4, BLOCK_N=block, BLOCKS=16, BLOCK_D=columns, KAHAN=comp_VD is not None,
+    )  # fmt: skip
+
+
+def scale_in_place(matrix: torch.Tensor, factor: torch.Tensor) -> None:
+    """matrix (contiguous) *= factor, an fp32 scalar on the device; costs nothing when it is 1."""
+    count, block = matrix.numel(), 4096
+    _scale_kernel[(triton.cdiv(count, block),)](matrix, factor, count, BLOCK=block)

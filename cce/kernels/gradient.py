@@ -1,0 +1,128 @@
+"""The gradient of the logits for a slice of the vocabulary, from logits that are computed again."""
+
+import torch
+import triton
+import triton.language as tl
+
+from cce.kernels.logits import (
+    LOG2E,
+    descriptor,
+    grouped,
+    interpreting,
+    precision,
+    raw_logits,
+    store_tile,
+    stored_columns,
+    tanh,
+)
+from cce.targets import IGNORED
+from cce.tiles import Tile, gradient_tile
+
+_IGNORED = tl.constexpr(IGNORED)
+
+
+# One program makes one tile of G = ((p - q) dloss + p dlse) softcap'; q = (1 - smoothing) onehot + smoothing / V.
+# p = 2^(z log2e - lse log2e) in fp32; the target's entry of p - onehot is expm1(-nll) from the forward, so 1 - p keeps
+# its relative precision as p -> 1 and nothing is subtracted after rounding. G is rounded once, when it is stored.
+# FILTER: a tile whose byte in Kept is 0 is left alone, unread and unwritten.
+# Column sums of the unrounded G go to BiasPart, one row per tile of tokens, and are added in a fixed order afterwards.
+# What is stored for classes past V and tokens past N is cut off by the descriptor or by the products' ranges.
+@triton.jit
+def _logit_gradient_kernel(
+    E, C, G, Bias, Codes, Lse, Expm1, Dloss, Dlse, BiasPart, Kept,
+    N, V, first_v, width, stride_bias, stride_kept, softcap, smoothing, uniform,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    NEED_BIAS: tl.constexpr, NEED_G: tl.constexpr, FILTER: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    tile_n, tile_v = grouped(tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.cdiv(width, BLOCK_V), GROUP)
+    n0 = tile_n * BLOCK_N
+    v0 = first_v + tile_v * BLOCK_V
+    offs_n = n0 + tl.arange(0, BLOCK_N)
+    in_n = offs_n < N
+    code = tl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
+    work = tl.max(code, 0) != _IGNORED
+    if FILTER:
+        kept = tl.load(Kept + tile_n * stride_kept + v0 // BLOCK_V) != 0
+        if kept == 0:
+            return
+    g = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
+    if work:
+        active = code != _IGNORED
+        z = raw_logits(E, C, Bias, n0, v0, V, D, BLOCK_N, BLOCK_V, BLOCK_D, HAS_BIAS, PRECISION)
+        if HAS_SOFTCAP:
+            t = tanh(z / softcap)
+            z = softcap * t
+        lse2 = tl.load(Lse + offs_n, mask=in_n, other=0.0) * LOG2E
+        g = tl.exp2(z * LOG2E - lse2[:, None])
+        # What needs to be compared with the target's column is done only where a target lies in the tile.
+        here = (code >= v0) & (code < v0 + BLOCK_V)
+        offs_v = v0 + tl.arange(0, BLOCK_V)
+        if tl.max(here.to(tl.int32), 0) != 0:
+            own = tl.load(Expm1 + offs_n, mask=here, other=0.0) + smoothing
+            g = tl.where(offs_v[None, :] == code[:, None], own[:, None], g)
+        if HAS_SMOOTHING:
+            g -= uniform
+        dloss = tl.load(Dloss + offs_n, mask=active, other=0.0)
+        if HAS_DLSE:
+            # (p - q) dloss + p dlse = (p - q) (dloss + dlse) + q dlse
+            dlse = tl.load(Dlse + offs_n, mask=active, other=0.0)
+            g = g * (dloss + dlse)[:, None]
+            g += tl.where(offs_v[None, :] == code[:, None], (dlse * (1 - smoothing))[:, None], 0.0)
+            if HAS_SMOOTHING:
+                g += (dlse * uniform)[:, None]
+        else:
+            g = g * dloss[:, None]
+        if HAS_SOFTCAP:
+            g *= 1 - t * t
+        # An ignored token's lse is 0, not its own: exp2 may have overflown there, and inf * 0 is nan.
+        if tl.min(code, 0) == _IGNORED:
+            g = tl.where(active[:, None], g, 0.0)
+    if NEED_BIAS:
+        offs_w = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
+        part = BiasPart + tl.cast(tile_n, tl.int64) * stride_bias + offs_w
+        tl.store(part, tl.sum(g, 0), mask=offs_w < width)
+    if NEED_G:
+        store_tile(G, g, n0, tile_v * BLOCK_V, BLOCK_N, BLOCK_V)
+
+
+def logit_gradient(
+    e_ND: torch.Tensor,
+    c_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    codes_N: torch.Tensor,
+    lse_N: torch.Tensor,
+    expm1_N: torch.Tensor,
+    dloss_N: torch.Tensor,
+    dlse_N: torch.Tensor | None,
+    softcap: float | None,
+    smoothing: float,
+    g_Nw: torch.Tensor | None,
+    bias_parts: torch.Tensor | None,
+    kept: torch.Tensor | None,
+    v0: int,
+    width: int,
+) -> None:
+    """Fill g_Nw [N, >= width] for classes v0 to v0 + width, and bias_parts [tiles of tokens, >= width] fp32; None: not wanted.
+
+    kept [filter tiles of tokens, filter tiles of all classes] uint8: tiles with 0 stay unwritten. expm1_N is expm1(-nll).
+    """
+    (N, D), V = e_ND.shape, c_VD.shape[0]
+    tile = gradient_tile(e_ND.dtype, D, interpreting(), kept is not None)
+    _logit_gradient_kernel[(triton.cdiv(N, tile.rows) * triton.cdiv(width, tile.columns),)](
+        descriptor(e_ND, tile.rows, tile.depth), descriptor(c_VD, tile.columns, tile.depth),
+        None if g_Nw is None else descriptor(g_Nw, tile.rows, stored_columns(tile.columns)),
+        bias_V, codes_N, lse_N, expm1_N, dloss_N, dlse_N, bias_parts, kept, N, V, v0, width,
+        0 if bias_parts is None else bias_parts.stride(0), 0 if kept is None else kept.stride(0),
+        softcap or 1.0, smoothing, smoothing / V,
+        D=D, BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_D=tile.depth, GROUP=tile.group,
+        HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None, HAS_DLSE=dlse_N is not None,
+        HAS_SMOOTHING=smoothing > 0, NEED_BIAS=bias_parts is not None, NEED_G=g_Nw is not None,
+        FILTER=kept is not None, PRECISION=precision(e_ND.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def tiles_of_tokens(tokens: int, dtype: torch.dtype, hidden: int) -> int:
+    """Rows of bias_parts."""
+    tile: Tile = gradient_tile(dtype, hidden, interpreting())
+    return triton.cdiv(tokens, tile.rows)

@@ -1,0 +1,130 @@
+"""Which of the two ways to walk the gradient takes, from the shape and the memory that it may use.
+
+slices     backward pass: slices of the vocabulary, logits made again: 4 products; dE adds up over slices.
+one pass   forward pass: chunks of tokens, exponentials kept: 3 products; dC adds up over chunks. Needs the upstream gradient
+           to be one number, which can be multiplied in later.
+
+N tokens, D hidden, V vocabulary. Workspace: bytes beyond inputs and gradients.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+
+from cce.presets import Accumulation
+from cce.tiles import (
+    DEFAULT_SLICE_CLASSES,
+    DEFAULT_SLICE_MIB,
+    KAHAN_BLOCK_BYTES,
+    MIB,
+    MULTIPROCESSORS,
+    exponentials_programs,
+    exponentials_tile,
+)
+
+# Rates that the two ways are compared at, of the order of an H100's: products in FLOP/s, memory in bytes/s.
+PRODUCT_RATE = 650e12
+MEMORY_RATE = 4e12
+
+# Bytes per element of dE or dC that an accumulation in bf16 takes beside the gradient itself.
+ACCUMULATION_BYTES: dict[Accumulation, int] = {"fp32": 4, "kahan": 2, "plain": 0}
+
+
+def mib_of_sum(rows: int, hidden: int, accumulation: Accumulation) -> float:
+    """What a sum in bf16 takes beside itself: its fp32 copy, or rounding errors and the block that products go through."""
+    return (rows * hidden * ACCUMULATION_BYTES[accumulation] + KAHAN_BLOCK_BYTES * (accumulation == "kahan")) / MIB
+
+
+def default_workspace_mib(tokens: int, hidden: int, accumulation: Accumulation) -> float:
+    """dE's sum, which slices cannot do without, and a slice of DEFAULT_SLICE_MIB or DEFAULT_SLICE_CLASSES in bf16."""
+    return mib_of_sum(tokens, hidden, accumulation) + max(DEFAULT_SLICE_MIB, DEFAULT_SLICE_CLASSES * tokens * 2 / MIB)
+
+
+def slices(
+    tokens: int, hidden: int, vocabulary: int, granule: int, buffer_classes: int, itemsize: int, c_itemsize: int | None
+) -> Iterator[tuple[int, int, bool]]:
+    """(first class, classes, in dC) of each slice of the vocabulary; classes are a multiple of granule, but for the last.
+
+    A slice's gradients of the logits, tokens x classes of itemsize bytes, lie in a buffer that has room for buffer_classes, or,
+    where more fits there, in the rows of dC that later slices will write. c_itemsize is that of dC's elements, None without dC.
+    """
+    first = 0
+    while first < vocabulary:
+        left = vocabulary - first
+        width, in_dc = buffer_classes, False
+        if c_itemsize is not None:
+            row = hidden * c_itemsize
+            behind = left * row // (row + tokens * itemsize) // granule * granule
+            if behind > width:
+                width, in_dc = behind, True
+        width = min(width, left)
+        yield first, width, in_dc
+        first += width
+
+
+def one_pass_splits(chunk: int, vocabulary: int, hidden: int, interpret: bool) -> int:
+    """Splits of the vocabulary in one pass: each program walks one split for one tile of a chunk's tokens."""
+    tile = exponentials_tile(hidden, interpret)
+    return min(
+        math.ceil(vocabulary / tile.columns), math.ceil(exponentials_programs(hidden) / math.ceil(chunk / tile.rows))
+    )
+
+
+def one_pass_bytes(
+    tokens: int, chunk: int, hidden: int, vocabulary: int, accumulation: Accumulation, need_c: bool, interpret: bool
+) -> int:
+    """Workspace. Of dC's sum: its fp32 copy, or rounding errors and the block that the products go through. Of a chunk: its
+    exponentials (in dC's own memory while the sum is in fp32, where they fit), their references, partial sums, dE in fp32 and
+    scaled e. Of every token: ten numbers."""
+    references = math.ceil(vocabulary / exponentials_tile(hidden, interpret).columns)
+    splits = one_pass_splits(chunk, vocabulary, hidden, interpret)
+    exponentials = chunk * 2 * (vocabulary + 7)
+    of_c = 0
+    if need_c:
+        of_c = int(mib_of_sum(vocabulary, hidden, accumulation) * MIB)
+        if accumulation == "fp32" and exponentials <= 2 * vocabulary * hidden:
+            exponentials = 0
+    return of_c + exponentials + chunk * (4 * (references + splits) + 6 * hidden) + 40 * tokens
+
+
+@functools.lru_cache(maxsize=256)
+def one_pass_chunk(
+    tokens: int,
+    hidden: int,
+    vocabulary: int,
+    accumulation: Accumulation,
+    workspace_mib: float | None,
+    need_c: bool,
+    interpret: bool,
+) -> tuple[int, Accumulation] | None:
+    """(tokens of a chunk, how dC's sum is kept) if one pass fits the workspace and is expected to be faster than slices."""
+    workspace = default_workspace_mib(tokens, hidden, accumulation) if workspace_mib is None else workspace_mib
+    step = exponentials_tile(hidden, interpret).rows
+    token_tiles = math.ceil(tokens / step)
+
+    def mib(rows: int, kept: Accumulation) -> float:
+        return one_pass_bytes(tokens, rows * step, hidden, vocabulary, kept, need_c, interpret) / MIB
+
+    def seconds(rows: int) -> float:
+        """What depends on the chunk: how dE's product fills the GPU, and reading and writing dC's sum."""
+        tiles = rows * math.ceil(hidden / 256)
+        busy = tiles * max(1, MULTIPROCESSORS // tiles)  # few tiles are split along the vocabulary
+        idle = math.ceil(busy / MULTIPROCESSORS) * MULTIPROCESSORS / busy
+        chunks = token_tiles / rows
+        return product * idle + math.ceil(chunks) * vocabulary * hidden * traffic / MEMORY_RATE
+
+    product = 2 * tokens * hidden * vocabulary / PRODUCT_RATE
+    traffic = {"fp32": 8, "kahan": 8, "plain": 4}[accumulation]  # bytes read and written per element that is added to
+    for kept in ("fp32", "kahan") if accumulation == "kahan" else (accumulation,):
+        fitting = [rows for rows in range(1, token_tiles + 1) if mib(rows, kept) <= workspace]
+        if fitting:
+            break
+    else:
+        return None
+    rows = min(fitting, key=lambda rows: (seconds(rows), rows))
+    buffer_classes = (
+        max(1, int((workspace - mib_of_sum(tokens, hidden, accumulation)) * MIB) // (2 * tokens * 128)) * 128
+    )
+    walk = len(list(slices(tokens, hidden, vocabulary, 128, buffer_classes, 2, 2 if need_c else None)))
+    by_slices = 4 * product + walk * tokens * hidden * traffic / MEMORY_RATE
+    return (rows * step, kept) if 2 * product + seconds(rows) < by_slices else None

@@ -1,0 +1,44 @@
+"""Every kernel once or more on small shapes with remainders, for compute-sanitizer (`make sanitize`). Not a test module."""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from cce_formula import formula, gradients, inputs, relative  # noqa: E402
+
+import cce  # noqa: E402
+
+EXACT = ("cce_exact", "cce_kahan_full_c")
+
+
+def check(n, d, v, dtype, impl, *, bias=False, ignored=0.1, scale=1.0, workspace_mib=None, upstream=1.0, **options):
+    e, c, targets, b = inputs(n, d, v, dtype, bias=bias, ignored=ignored, scale=scale, device="cuda")
+    loss = cce.linear_cross_entropy(e, c, targets, b, impl=impl, workspace_mib=workspace_mib, **options)
+    tensors = [t for t in (e, c, b) if t is not None]
+    ours = torch.autograd.grad(loss * upstream, tensors)
+    expected, _ = formula(e, c, targets, b, **options)
+    errors = [relative(a, r) for a, r in zip(ours, gradients(expected * upstream, tensors))]
+    off = abs(float(loss) / float(expected) - 1)
+    print(n, d, v, dtype, impl, workspace_mib, f"loss {off:.1e}", *(f"{error:.1e}" for error in errors), flush=True)
+    assert off < 1e-5 and (impl not in EXACT or max(errors) < 1e-2), "wrong"
+
+
+def main() -> None:
+    for impl in EXACT:
+        check(300, 72, 1000, torch.bfloat16, impl, bias=True, softcap=3.0, workspace_mib=0.3)  # slices
+        check(300, 256, 1000, torch.bfloat16, impl, workspace_mib=0.3)
+        check(300, 256, 1000, torch.bfloat16, impl, workspace_mib=4, upstream=3.0)  # one pass
+        check(300, 72, 1001, torch.bfloat16, impl, workspace_mib=2, softcap=3.0, z_loss=1e-2)
+        check(300, 64, 1000, torch.bfloat16, impl, workspace_mib=4, scale=200.0)  # references move
+    check(300, 64, 1000, torch.float16, "cce_exact", bias=True, workspace_mib=0.3)
+    check(300, 64, 1000, torch.float32, "cce_exact", workspace_mib=0.3, label_smoothing=0.1)
+    for impl in ("cce", "cce_kahan", "cce_kahan_full_e"):
+        check(600, 64, 2000, torch.bfloat16, impl, scale=3.0, workspace_mib=1)
+    torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
