@@ -56,8 +56,9 @@ def linear_cross_entropy(
         filter_eps, filter_e_grad, filter_c_grad: impl="cce" only. Tiles of 128 tokens x 128 classes in which every
             |p - onehot| is below filter_eps are left out of dE and dC. "auto" is finfo(dtype).eps / 32 (2^-12 for
             bf16); None filters nothing.
-        accum_e_fp32: impl="cce" only. dE adds up over slices of the vocabulary in fp32 instead of in its own dtype.
-        accum_c_fp32: accepted for compatibility; every element of dC comes from one product with fp32 accumulators.
+        accum_e_fp32: impl="cce" only. What adds up over slices of the vocabulary (dE), or over chunks of tokens (dC), does so
+            in fp32 instead of in its own dtype.
+        accum_c_fp32: accepted for compatibility; see accum_e_fp32.
         impl: a preset, see cce/presets.py. The default, cce_kahan_full_c, filters nothing. apple/ml-cross-entropy's
             default is `cce`, which filters both gradients, and its cce_kahan_full_c filters dE: neither is exact, and
             neither is what a pretraining run should take (see cce/README.md).
@@ -65,8 +66,10 @@ def linear_cross_entropy(
         z_loss: adds z_loss * lse^2 to each token's loss.
         label_smoothing: as in F.cross_entropy: the target distribution is (1 - x) onehot + x / V. Not with
             vocab_parallel_options.
-        workspace_mib: MiB for the backward's slice of logit gradients (default 64; at least 128 classes x N tokens).
-            The torch_compile preset and CPU tensors do not read it.
+        workspace_mib: MiB that the kernels may take beyond inputs and gradients; cce/plans.py: what they do with it. The least
+            possible is taken where that is more (a sum of dE and 128 classes x N tokens), and by default about that and 64 MiB.
+            With enough for it, and for a mean or sum of bf16 losses, gradients are made in the forward pass, with 3 products
+            instead of 4. The torch_compile preset and CPU tensors do not read it.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs): a scalar, or (...) for reduction="none"; with return_lse also the lse.

@@ -1,16 +1,18 @@
-"""Presets: which gradient may be filtered, and how dE is accumulated over slices of the vocabulary.
+"""Presets: which gradient may be filtered, and how the one gradient that is a sum over calls is accumulated.
 
-| impl                                                   | filters dE | filters dC | dE over slices             |
+That gradient is dE where the vocabulary is walked by slices, and dC where tokens are walked by chunks (cce/plans.py); the
+other one is finished by single products.
+
+| impl                                                   | filters dE | filters dC | accumulation               |
 | ------------------------------------------------------ | ---------- | ---------- | -------------------------- |
-| cce_kahan_full_c (default)                             | no         | no         | Kahan                      |
+| cce_kahan_full_c (default)                             | no         | no         | Kahan, or fp32 if it fits  |
 | cce_exact = cce_kahan_full = cce_kahan_full_c_full_e   | no         | no         | fp32                       |
-| cce_kahan_full_e                                       | no         | yes        | Kahan                      |
-| cce_kahan                                              | yes        | yes        | Kahan                      |
+| cce_kahan_full_e                                       | no         | yes        | Kahan, or fp32 if it fits  |
+| cce_kahan                                              | yes        | yes        | Kahan, or fp32 if it fits  |
 | cce                                                    | argument   | argument   | plain, or fp32 by argument |
 | torch_compile                                          | no         | no         | one product, logits kept   |
 
 Only `cce` reads filter_eps, accum_e_fp32 and filter_*_grad; every other preset fixes them, as in Apple's.
-A slice's rows of dC are finished by one product with fp32 accumulators, so dC needs no accumulation mode.
 """
 
 import enum
@@ -42,8 +44,9 @@ class GradientMode:
 
     filter_eps: None, or the bound under which a tile of p - onehot is dropped (paper, section 4.3).
     filter_e, filter_c: whether dE and dC drop such tiles; both False when filter_eps is None.
-    accumulation: how dE adds up over slices of the vocabulary: "plain" in the gradient's dtype, "kahan" with a second
-        tensor of that dtype for the rounding error, "fp32" in an fp32 buffer. All three are fp32 when dE is fp32.
+    accumulation: of dE over slices of the vocabulary, or of dC over chunks of tokens: "plain" in the gradient's dtype, "kahan"
+        with a second tensor of that dtype for the rounding error (or as "fp32", no less exact and faster, where the workspace
+        has room for that), "fp32" in an fp32 buffer. All three are fp32 when the gradient is fp32.
     """
 
     filter_eps: float | None
@@ -52,7 +55,7 @@ class GradientMode:
     accumulation: Accumulation
 
 
-# impl -> (filters dE, filters dC, accumulation of dE)
+# impl -> (filters dE, filters dC, accumulation)
 _FIXED: dict[str, tuple[bool, bool, Accumulation]] = {
     "cce_kahan": (True, True, "kahan"),
     "cce_kahan_full_c": (False, False, "kahan"),

@@ -191,7 +191,7 @@ class CCEHead(LossHead):
     Args:
         impl: a preset of `cce.linear_cross_entropy`: "cce_kahan_full_c" for pretraining, "cce" (drops small gradients)
             for fine-tuning.
-        workspace_mib: bound of the backward pass's workspace in MiB; None takes the default of `cce`.
+        workspace_mib: bound of its memory beyond inputs and gradients in MiB; None takes the default of `cce`.
     """
 
     def __init__(self, *, impl: str = "cce_kahan_full_c", workspace_mib: int | None = None, **options):

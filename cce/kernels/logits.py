@@ -104,14 +104,15 @@ def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 def stored_columns(columns: int) -> int:
-    """Columns of the block that store_tile writes at a time; a whole wide tile would take shared memory from the product."""
-    return {256: 64, 128: 64}.get(columns, columns)
+    """Columns of the block that store_tile writes at a time: a whole tile would take shared memory from the product, or a
+    second program from the multiprocessor."""
+    return columns // 4 if columns >= 128 else columns
 
 
 @triton.jit
 def store_tile(Out, x, r0, c0, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Round a tile to Out's dtype and write it at (r0, c0), by blocks of stored_columns."""
-    if COLUMNS == 256:
+    if COLUMNS >= 128:
         left, right = halves(x, ROWS, COLUMNS)
         first, second = halves(left, ROWS, COLUMNS // 2)
         Out.store([r0, c0], first.to(Out.dtype))
@@ -119,9 +120,5 @@ def store_tile(Out, x, r0, c0, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
         third, fourth = halves(right, ROWS, COLUMNS // 2)
         Out.store([r0, c0 + COLUMNS // 2], third.to(Out.dtype))
         Out.store([r0, c0 + 3 * (COLUMNS // 4)], fourth.to(Out.dtype))
-    elif COLUMNS == 128:
-        left, right = halves(x, ROWS, COLUMNS)
-        Out.store([r0, c0], left.to(Out.dtype))
-        Out.store([r0, c0 + COLUMNS // 2], right.to(Out.dtype))
     else:
         Out.store([r0, c0], x.to(Out.dtype))
