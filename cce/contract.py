@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from cce import function, standard
+from cce import function, operators, standard
 from cce.presets import LinearCrossEntropyImpl, gradient_mode, impl_name
 from cce.targets import IGNORED, shift_targets
 from cce.validation import check_options, check_tensors, compute_dtype
@@ -90,7 +90,7 @@ def linear_cross_entropy(
     shard = vocab_parallel_options
     start, stop = (0, c.shape[0]) if shard is None else (shard.start, shard.stop)
     shifted = shift_targets(targets, shift, ignore_index)
-    codes_N = function.called(function.encode, function.encode_op)(
+    codes_N = operators.called(operators.encode, operators.encode_op)(
         shifted, ignore_index, start, stop, shard is not None
     )
     e_ND = e.reshape(-1, e.shape[-1])

@@ -1,130 +1,22 @@
-"""One autograd function over two custom operators; the operators pick the Triton kernels or the blockwise path.
-
-The operators are opaque to torch.compile and have fakes, so the loss compiles without a graph break
-(except with vocabulary parallelism, whose collectives run in eager mode).
-"""
-
-import os
+"""The autograd functions: TokenLosses by slices of the vocabulary, SummedLoss in one pass; cce/plans.py says which."""
 
 import torch
 
-from cce import blockwise
+from cce.operators import (
+    backward_op,
+    backward_parts,
+    called,
+    forward_op,
+    forward_parts,
+    one_pass,
+    one_pass_op,
+    runs_kernels,
+    tile_maxima_like,
+)
 from cce.plans import one_pass_chunk
 from cce.presets import Accumulation, GradientMode
-from cce.targets import IGNORED, check_range, encode_targets
-from cce.tiles import filter_tile
+from cce.targets import IGNORED
 from cce.vocab_parallel import VocabParallelOptions, combine_parts, reduce_e_grad
-
-
-def runs_kernels(tensor: torch.Tensor) -> bool:
-    """CUDA tensors take the Triton kernels; CPU tensors only under TRITON_INTERPRET=1. float64 has no kernels."""
-    if tensor.dtype == torch.float64:
-        return False
-    return tensor.device.type == "cuda" or (tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
-
-
-def tile_maxima_like(e: torch.Tensor, c: torch.Tensor, needed: bool) -> torch.Tensor:
-    """What the filter keeps of the forward pass: [tiles of classes, N] fp16 for the kernels, nothing for the blockwise path."""
-    columns = filter_tile(interpret=e.device.type == "cpu")[1]
-    tiles = -(-c.shape[0] // columns) if needed and runs_kernels(e) else 0
-    return e.new_empty(tiles, e.shape[0], dtype=torch.float16)
-
-
-# ---- custom operators ----
-#
-# Each is a plain function and an operator over it. Eager mode calls the function: a layer of Python less on the host, where
-# small models spend their steps.
-
-
-def called(function, operator):
-    """The operator while torch.compile traces, else the function."""
-    return operator if torch.compiler.is_compiling() else function
-
-
-def encode(targets, ignore_index, start, stop, sharded):
-    if targets.device.type == "cpu" and not sharded:
-        check_range(targets, stop, ignore_index)
-    return encode_targets(targets.reshape(-1), ignore_index, start, stop, sharded)
-
-
-encode_op = torch.library.custom_op(
-    "cce::encode_targets",
-    encode,
-    mutates_args=(),
-    schema="(Tensor targets, int ignore_index, int start, int stop, bool sharded) -> Tensor",
-)
-
-
-@encode_op.register_fake
-def _(targets, ignore_index, start, stop, sharded):
-    return targets.new_empty(targets.numel(), dtype=torch.int32)
-
-
-def forward_parts(e, c, bias, codes, softcap, need_mean, need_maxima):
-    with torch.autocast(e.device.type, enabled=False):
-        if runs_kernels(e):
-            from cce import kernels
-
-            return kernels.forward_parts(e, c, bias, codes, softcap, need_mean, need_maxima)
-        return *blockwise.forward_parts(e, c, bias, codes, softcap, need_mean), tile_maxima_like(e, c, False)
-
-
-forward_op = torch.library.custom_op(
-    "cce::forward_parts",
-    forward_parts,
-    mutates_args=(),
-    schema=(
-        "(Tensor e, Tensor c, Tensor? bias, Tensor codes, float? softcap, bool need_mean, bool need_maxima) "
-        "-> (Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
-
-
-@forward_op.register_fake
-def _(e, c, bias, codes, softcap, need_mean, need_maxima):
-    part = e.new_empty(e.shape[0], dtype=torch.promote_types(e.dtype, torch.float32))
-    return part, torch.empty_like(part), torch.empty_like(part), tile_maxima_like(e, c, need_maxima)
-
-
-def backward_parts(
-    e, c, bias, codes, lse, nll, maxima, dloss, dlse, softcap, label_smoothing,
-    filter_eps, filter_e, filter_c, accumulation, workspace_mib, needs, e_dtype, c_dtype,
-):  # fmt: skip
-    mode = GradientMode(filter_eps, filter_e, filter_c, accumulation)
-    before = (e, c, bias, codes, lse, nll)
-    after = (dloss, dlse, softcap, label_smoothing, mode, tuple(needs), (e_dtype, c_dtype))
-    with torch.autocast(e.device.type, enabled=False):
-        if runs_kernels(e):
-            from cce import kernels
-
-            gradients = kernels.backward_parts(*before, maxima, *after, workspace_mib)
-        else:
-            gradients = blockwise.backward_parts(*before, *after)
-    return tuple(e.new_empty(0) if gradient is None else gradient for gradient in gradients)
-
-
-backward_op = torch.library.custom_op(
-    "cce::backward_parts",
-    backward_parts,
-    mutates_args=(),
-    schema=(
-        "(Tensor e, Tensor c, Tensor? bias, Tensor codes, Tensor lse, Tensor nll, Tensor maxima, Tensor dloss, Tensor? dlse, "
-        "float? softcap, float label_smoothing, float? filter_eps, bool filter_e, bool filter_c, str accumulation, "
-        "float? workspace_mib, bool[3] needs, ScalarType e_dtype, ScalarType c_dtype) -> (Tensor, Tensor, Tensor)"
-    ),
-)
-
-
-@backward_op.register_fake
-def _(
-    e, c, bias, codes, lse, nll, maxima, dloss, dlse, softcap, label_smoothing,
-    filter_eps, filter_e, filter_c, accumulation, workspace_mib, needs, e_dtype, c_dtype,
-):  # fmt: skip
-    shapes = (e.shape, c.shape, c.shape[:1])
-    dtypes = (e_dtype, c_dtype, lse.dtype)
-    return tuple(
-        e.new_empty(shape, dtype=dtype) if need else e.new_empty(0) for need, shape, dtype in zip(needs, shapes, dtypes)
-    )
 
 
 def chunk_of_tokens(
@@ -157,40 +49,6 @@ def chunk_of_tokens(
     )
 
 
-def one_pass(e, c, bias, codes, dloss, softcap, z_loss, chunk, accumulation, need_e, need_c, e_dtype, c_dtype):
-    from cce import kernels
-
-    with torch.autocast(e.device.type, enabled=False):
-        nll, lse, de, dc = kernels.one_pass(
-            e, c, bias, codes, dloss, softcap, z_loss, chunk, accumulation, (need_e, need_c), (e_dtype, c_dtype)
-        )
-    # An operator's results share no memory.
-    de = e.new_empty(0, dtype=e_dtype) if de is None else de
-    dc = e.new_empty(0, dtype=c_dtype) if dc is None else dc
-    return nll.clone(), lse.clone(), de, dc
-
-
-one_pass_op = torch.library.custom_op(
-    "cce::one_pass",
-    one_pass,
-    mutates_args=(),
-    schema=(
-        "(Tensor e, Tensor c, Tensor? bias, Tensor codes, Tensor dloss, float? softcap, float z_loss, int chunk, "
-        "str accumulation, bool need_e, bool need_c, ScalarType e_dtype, ScalarType c_dtype) -> (Tensor, Tensor, Tensor, Tensor)"
-    ),
-)
-
-
-@one_pass_op.register_fake
-def _(e, c, bias, codes, dloss, softcap, z_loss, chunk, accumulation, need_e, need_c, e_dtype, c_dtype):
-    nll = e.new_empty(e.shape[0], dtype=torch.float32)
-    de = e.new_empty(e.shape if need_e else 0, dtype=e_dtype)
-    return nll, torch.empty_like(nll), de, e.new_empty(c.shape if need_c else 0, dtype=c_dtype)
-
-
-# ---- autograd ----
-
-
 class _Once(torch.autograd.Function):
     """A gradient as a function of the inputs, which cannot be differentiated again."""
 
@@ -204,6 +62,14 @@ class _Once(torch.autograd.Function):
             "linear_cross_entropy is differentiable once: its gradients cannot be differentiated again. "
             "Use F.cross_entropy on logits for second derivatives."
         )
+
+
+def _once(ctx, gradients, *upstream):
+    """The gradients of a backward pass; under create_graph=True such that differentiating them says why it cannot be."""
+    if not torch.is_grad_enabled():
+        return gradients
+    inputs = (*ctx.saved_tensors[:3], *upstream)  # a second look: activation checkpointing allows one
+    return [None if gradient is None else _Once.apply(gradient, *inputs) for gradient in gradients]
 
 
 class TokenLosses(torch.autograd.Function):
@@ -249,10 +115,7 @@ class TokenLosses(torch.autograd.Function):
     def backward(ctx, dloss_N, dlse_N=None):
         with torch.no_grad():
             gradients = TokenLosses._gradients(ctx, dloss_N, dlse_N)
-        if torch.is_grad_enabled():  # create_graph=True
-            inputs = (*ctx.saved_tensors[:3], dloss_N, dlse_N)
-            gradients = [None if gradient is None else _Once.apply(gradient, *inputs) for gradient in gradients]
-        return (*gradients, *[None] * 8)
+        return (*_once(ctx, gradients, dloss_N, dlse_N), *[None] * 8)
 
     @staticmethod
     def _gradients(ctx, dloss_N, dlse_N):
@@ -312,10 +175,7 @@ class SummedLoss(torch.autograd.Function):
     def backward(ctx, upstream):
         with torch.no_grad():
             gradients = SummedLoss._gradients(ctx, upstream)
-        if torch.is_grad_enabled():  # create_graph=True
-            inputs = (*ctx.saved_tensors[:3], upstream)
-            gradients = [None if gradient is None else _Once.apply(gradient, *inputs) for gradient in gradients]
-        return (*gradients, *[None] * 9)
+        return (*_once(ctx, gradients, upstream), *[None] * 9)
 
     @staticmethod
     def _gradients(ctx, upstream):

@@ -16,6 +16,7 @@ from cce_formula import formula, gradients, inputs, relative
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing.spawn import spawn
+from torch.utils.checkpoint import checkpoint
 
 import cce
 from cce import function, plans
@@ -30,7 +31,7 @@ TILE = (16, 32)  # of the filter, in the interpreter
 def interpreter():
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.fail("set TRITON_INTERPRET=1 before Python starts: these tests run the kernels in Triton's interpreter")
-    from cce.function import runs_kernels
+    from cce.operators import runs_kernels
 
     assert runs_kernels(torch.zeros(1))
 
@@ -309,6 +310,24 @@ def test_one_pass_twice_through_one_graph(monkeypatch):
     for factor in (2.0, 5.0):
         ours = torch.autograd.grad(loss, (e, c), torch.tensor(factor), retain_graph=True)
         assert all(relative(a, factor * b) < TOLERANCE[torch.bfloat16] for a, b in zip(ours, expected))
+
+
+def test_one_pass_within_a_checkpoint_and_twice_in_one_loss(monkeypatch):
+    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (16, "fp32"))
+    e, c, targets, _ = inputs(40, 24, 101, torch.bfloat16)
+
+    def head(e, c):
+        return cce.linear_cross_entropy(torch.tanh(e), c, targets)
+
+    plain = torch.autograd.grad(head(e, c), (e, c))
+    again = torch.autograd.grad(checkpoint(head, e, c, use_reentrant=False), (e, c))
+    assert all(torch.equal(a, b) for a, b in zip(plain, again))
+    both = torch.autograd.grad(head(e, c) + 2 * head(e, c), (e, c))
+    assert all(relative(a, 3 * b.double()) < 2 * TOLERANCE[torch.bfloat16] for a, b in zip(both, plain))
+    (de,) = torch.autograd.grad(head(e, c), e, create_graph=True)
+    assert torch.equal(de, plain[0])
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        de.sum().backward()
 
 
 def test_one_pass_with_a_frozen_side(monkeypatch):

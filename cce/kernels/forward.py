@@ -14,6 +14,7 @@ from cce.kernels.logits import (
     interpreting,
     precision,
     raw_logits,
+    rest_logits,
     tanh,
 )
 from cce.targets import IGNORED, OUT_OF_RANGE
@@ -65,17 +66,9 @@ def _log_sum_exp_kernel(
         z = raw_logits(E, C, Bias, n0, v0, V, D, BLOCK_N, BLOCK_V, BLOCK_D, HAS_BIAS, PRECISION)
         if HAS_SOFTCAP:
             z = softcap * tanh(z / softcap)
-        offs_v = v0 + tl.arange(0, BLOCK_V)
         if NEED_TOTAL:
-            total += tl.sum(tl.where(offs_v[None, :] < V, z, 0.0), 1)
-        # Only tiles that hold a target, and the last, compare elements with columns.
-        here = (code >= v0) & (code < v0 + BLOCK_V)
-        if tl.max(here.to(tl.int32), 0) != 0:
-            own = offs_v[None, :] == code[:, None]
-            tl.store(Target + offs_n, tl.max(tl.where(own, z, -float("inf")), 1), mask=here)
-            z = tl.where(own, -float("inf"), z)
-        if v0 + BLOCK_V > V:
-            z = tl.where(offs_v[None, :] < V, z, -float("inf"))
+            total += tl.sum(tl.where((v0 + tl.arange(0, BLOCK_V))[None, :] < V, z, 0.0), 1)
+        z = rest_logits(z, Target, code, offs_n, v0, V, BLOCK_V)
         s = tl.sum(tl.exp2(z * LOG2E - reference[:, None]), 1)
         if tl.max(s, 0) > LARGE:
             moved = tl.maximum(reference, tl.max(z, 1) * LOG2E)

@@ -98,6 +98,23 @@ def raw_logits(
 
 
 @triton.jit
+def rest_logits(z, Target, code, offs_n, v0, V, BLOCK_V: tl.constexpr):
+    """z with -inf for the tokens' targets and for classes past V; writes the targets' logits to Target [N].
+
+    Elements are compared with columns only in tiles that hold a target, and in the last.
+    """
+    offs_v = v0 + tl.arange(0, BLOCK_V)
+    here = (code >= v0) & (code < v0 + BLOCK_V)
+    if tl.max(here.to(tl.int32), 0) != 0:
+        own = offs_v[None, :] == code[:, None]
+        tl.store(Target + offs_n, tl.max(tl.where(own, z, -float("inf")), 1), mask=here)
+        z = tl.where(own, -float("inf"), z)
+    if v0 + BLOCK_V > V:
+        z = tl.where(offs_v[None, :] < V, z, -float("inf"))
+    return z
+
+
+@triton.jit
 def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The left and the right half of a tile, in registers."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))

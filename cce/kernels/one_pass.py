@@ -14,7 +14,8 @@ The gradients are those of the loss with the upstream gradient 1 (cce/function.p
 import torch
 import triton
 
-from cce.kernels.exponentials import add_target_rows, exponentials, hidden_gradient
+from cce.kernels.exponentials import exponentials
+from cce.kernels.finishing import add_target_rows, hidden_gradient
 from cce.kernels.launch import Launches
 from cce.kernels.logits import addressable, interpreting, padded_width
 from cce.kernels.product import add_product, kahan_block, kahan_product, matmul_into
