@@ -94,7 +94,7 @@ def test_z_loss_label_smoothing_and_lse(dtype, z_loss, label_smoothing, softcap)
     check(e, c, targets, b, workspace_mib=slices(37, 150, dtype, 2), **options)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     tokens=st.integers(1, 40),
     hidden=st.integers(1, 40),
@@ -107,17 +107,27 @@ def test_z_loss_label_smoothing_and_lse(dtype, z_loss, label_smoothing, softcap)
     label_smoothing=st.sampled_from([0.0, 0.3]),
     scale=st.sampled_from([0.1, 1.0, 4.0]),
     count=st.integers(1, 4),
+    chunk=st.sampled_from([None, (16, "fp32"), (32, "kahan")]),
     seed=st.integers(0, 2**16),
 )
 def test_any_shape_and_option(
-    tokens, hidden, vocabulary, dtype, softcap, ignored, bias, z_loss, label_smoothing, scale, count, seed
+    tokens, hidden, vocabulary, dtype, softcap, ignored, bias, z_loss, label_smoothing, scale, count, chunk, seed
 ):
+    """By slices, and in one pass (chunk) where that has kernels."""
+    if chunk is not None:
+        dtype, label_smoothing = torch.bfloat16, 0.0
     e, c, targets, b = inputs(tokens, hidden, vocabulary, dtype, bias=bias, ignored=ignored, scale=scale, seed=seed)
+    if chunk is not None and b is not None:
+        b = b.detach()
+    tensors = [t for t in (e, c, b) if t is not None and t.requires_grad]
     options = dict(softcap=softcap, reduction="sum", z_loss=z_loss, label_smoothing=label_smoothing)
-    loss = cce.linear_cross_entropy(e, c, targets, b, workspace_mib=slices(tokens, vocabulary, dtype, count), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(function, "chunk_of_tokens", lambda *_: chunk)
+        workspace = slices(tokens, vocabulary, dtype, count)
+        loss = cce.linear_cross_entropy(e, c, targets, b, workspace_mib=workspace, **options)
     expected = formula(e, c, targets, b, **options)[0]
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=2e-5)
-    for own, reference in zip(gradients(loss, [e, c, b]), gradients(expected, [e, c, b])):
+    for own, reference in zip(gradients(loss, tensors), gradients(expected, tensors)):
         scale_of = max(1e-3, float(reference.abs().max()))
         assert float((own - reference).abs().max()) <= 5 * TOLERANCE[dtype] * scale_of + 1e-7
 
