@@ -33,9 +33,10 @@ def chunk_of_tokens(
     """
     wanted = torch.is_grad_enabled() and (e_ND.requires_grad or c_VD.requires_grad)
     of_bias = bias_V is not None and bias_V.requires_grad
-    if not wanted or of_bias or dtype != torch.bfloat16 or mode.filter_eps is not None or not runs_kernels(e_ND):
+    if not wanted or of_bias or dtype != torch.bfloat16 or not runs_kernels(e_ND) or e_ND.shape[0] == 0:
         return None
-    if e_ND.shape[0] == 0:
+    # A plain sum of dC over chunks would lose what one product by slices keeps.
+    if mode.filter_eps is not None or mode.accumulation == "plain":
         return None
     # torch.compile looks once, and warns of caches.
     choose = one_pass_chunk.__wrapped__ if torch.compiler.is_compiling() else one_pass_chunk
@@ -183,7 +184,7 @@ class SummedLoss(torch.autograd.Function):
         softcap, z_loss, filter_eps, filter_e, filter_c, accumulation, workspace_mib = ctx.options
         needs = ctx.needs_input_grad[:2]
         if torch.compiler.is_compiling():
-            gradients = [gradient * upstream.to(gradient.dtype) for gradient in gradients]
+            gradients = [(gradient * upstream.float()).to(gradient.dtype) for gradient in gradients]
         elif ctx.spent:
             dloss_N = (upstream * weight).expand(codes_N.shape[0]).contiguous()
             gradients = backward_parts(
@@ -198,4 +199,6 @@ class SummedLoss(torch.autograd.Function):
             for gradient, need in zip(gradients, needs):
                 if need:
                     kernels.scale_in_place(gradient, upstream)
-        return [gradient if need else None for gradient, need in zip(gradients, needs)]
+        # Autograd may keep these very tensors as .grad, and whoever writes there must not count as writing to what was saved for
+        # a second pass, which does not read it: .data counts apart.
+        return [gradient.data if need else None for gradient, need in zip(gradients, needs)]

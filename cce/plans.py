@@ -22,12 +22,13 @@ from cce.tiles import (
     exponentials_tile,
 )
 
-# Rates that the two ways are compared at, of the order of an H100's: products in FLOP/s, memory in bytes/s.
+# Rates that the two ways are compared at, an H200's: products in FLOP/s, memory in bytes/s. On another GPU the choice is a guess.
 PRODUCT_RATE = 650e12
 MEMORY_RATE = 4e12
 
-# Bytes per element of dE or dC that an accumulation in bf16 takes beside the gradient itself.
+# Bytes per element of dE or dC: what an accumulation takes beside a gradient in bf16, and what it reads and writes each time.
 ACCUMULATION_BYTES: dict[Accumulation, int] = {"fp32": 4, "kahan": 2, "plain": 0}
+TRAFFIC: dict[Accumulation, int] = {"fp32": 8, "kahan": 8, "plain": 4}
 
 
 def mib_of_sum(rows: int, hidden: int, accumulation: Accumulation) -> float:
@@ -40,13 +41,30 @@ def default_workspace_mib(tokens: int, hidden: int, accumulation: Accumulation) 
     return mib_of_sum(tokens, hidden, accumulation) + max(DEFAULT_SLICE_MIB, DEFAULT_SLICE_CLASSES * tokens * 2 / MIB)
 
 
+def summed_in(
+    rows: int, hidden: int, accumulation: Accumulation, workspace_mib: float, other_mib: float = 0.0
+) -> Accumulation:
+    """How a sum is kept: "kahan" gives way to fp32, no less exact and faster, where that fits the workspace beside other_mib:
+    its point is to take half."""
+    fits = mib_of_sum(rows, hidden, "fp32") + other_mib <= workspace_mib
+    return "fp32" if accumulation == "kahan" and fits else accumulation
+
+
 def slices(
-    tokens: int, hidden: int, vocabulary: int, granule: int, buffer_classes: int, itemsize: int, c_itemsize: int | None
+    tokens: int,
+    hidden: int,
+    vocabulary: int,
+    granule: int,
+    buffer_classes: int,
+    itemsize: int,
+    c_itemsize: int | None,
+    widest: int | None = None,
 ) -> Iterator[tuple[int, int, bool]]:
     """(first class, classes, in dC) of each slice of the vocabulary; classes are a multiple of granule, but for the last.
 
     A slice's gradients of the logits, tokens x classes of itemsize bytes, lie in a buffer that has room for buffer_classes, or,
     where more fits there, in the rows of dC that later slices will write. c_itemsize is that of dC's elements, None without dC.
+    widest: no slice has more classes (a multiple of granule).
     """
     first = 0
     while first < vocabulary:
@@ -57,6 +75,8 @@ def slices(
             behind = left * row // (row + tokens * itemsize) // granule * granule
             if behind > width:
                 width, in_dc = behind, True
+        if widest is not None and width > widest:
+            width, in_dc = widest, widest > buffer_classes
         width = min(width, left)
         yield first, width, in_dc
         first += width
@@ -75,7 +95,7 @@ def one_pass_bytes(
 ) -> int:
     """Workspace. Of dC's sum: its fp32 copy, or rounding errors and the block that the products go through. Of a chunk: its
     exponentials (in dC's own memory while the sum is in fp32, where they fit), their references, partial sums, dE in fp32 and
-    scaled e. Of every token: ten numbers."""
+    scaled e, which are gone before the sums of targets' entries come (a number per 16 of e). Of every token: sixteen numbers."""
     references = math.ceil(vocabulary / exponentials_tile(hidden, interpret).columns)
     splits = one_pass_splits(chunk, vocabulary, hidden, interpret)
     exponentials = chunk * 2 * (vocabulary + 7)
@@ -84,7 +104,8 @@ def one_pass_bytes(
         of_c = int(mib_of_sum(vocabulary, hidden, accumulation) * MIB)
         if accumulation == "fp32" and exponentials <= 2 * vocabulary * hidden:
             exponentials = 0
-    return of_c + exponentials + chunk * (4 * (references + splits) + 6 * hidden) + 40 * tokens
+    of_chunk = exponentials + chunk * (4 * (references + splits) + 6 * hidden)
+    return of_c + max(of_chunk, tokens * hidden // 16) + 64 * tokens
 
 
 @functools.lru_cache(maxsize=256)
@@ -102,29 +123,41 @@ def one_pass_chunk(
     step = exponentials_tile(hidden, interpret).rows
     token_tiles = math.ceil(tokens / step)
 
-    def mib(rows: int, kept: Accumulation) -> float:
-        return one_pass_bytes(tokens, rows * step, hidden, vocabulary, kept, need_c, interpret) / MIB
+    def most_tiles(kept: Accumulation) -> int:
+        """Of tokens, in a chunk that fits; 0 if none does."""
+        low, high = 0, token_tiles
+        while low < high:
+            middle = (low + high + 1) // 2
+            taken = one_pass_bytes(tokens, middle * step, hidden, vocabulary, kept, need_c, interpret)
+            if taken <= workspace * MIB:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def seconds(rows: int) -> float:
         """What depends on the chunk: how dE's product fills the GPU, and reading and writing dC's sum."""
         tiles = rows * math.ceil(hidden / 256)
         busy = tiles * max(1, MULTIPROCESSORS // tiles)  # few tiles are split along the vocabulary
         idle = math.ceil(busy / MULTIPROCESSORS) * MULTIPROCESSORS / busy
-        chunks = token_tiles / rows
-        return product * idle + math.ceil(chunks) * vocabulary * hidden * traffic / MEMORY_RATE
+        return (
+            product * idle + math.ceil(token_tiles / rows) * vocabulary * hidden * TRAFFIC[accumulation] / MEMORY_RATE
+        )
 
     product = 2 * tokens * hidden * vocabulary / PRODUCT_RATE
-    traffic = {"fp32": 8, "kahan": 8, "plain": 4}[accumulation]  # bytes read and written per element that is added to
-    for kept in ("fp32", "kahan") if accumulation == "kahan" else (accumulation,):
-        fitting = [rows for rows in range(1, token_tiles + 1) if mib(rows, kept) <= workspace]
-        if fitting:
-            break
-    else:
-        return None
-    rows = min(fitting, key=lambda rows: (seconds(rows), rows))
-    buffer_classes = (
-        max(1, int((workspace - mib_of_sum(tokens, hidden, accumulation)) * MIB) // (2 * tokens * 128)) * 128
-    )
+    kept = summed_in(tokens, hidden, accumulation, workspace)  # of dE, by slices
+    buffer_classes = max(1, int((workspace - mib_of_sum(tokens, hidden, kept)) * MIB) // (2 * tokens * 128)) * 128
     walk = len(list(slices(tokens, hidden, vocabulary, 128, buffer_classes, 2, 2 if need_c else None)))
-    by_slices = 4 * product + walk * tokens * hidden * traffic / MEMORY_RATE
+    by_slices = 4 * product + walk * tokens * hidden * TRAFFIC[kept] / MEMORY_RATE
+
+    kept, most = "fp32" if accumulation == "kahan" else accumulation, 0
+    most = most_tiles(kept)
+    if most == 0 and accumulation == "kahan":
+        kept, most = "kahan", most_tiles("kahan")
+    if most == 0:
+        return None
+    rows = most
+    for fewer in range(most - 1, max(0, most - MULTIPROCESSORS), -1):
+        if seconds(fewer) < seconds(rows):
+            rows = fewer
     return (rows * step, kept) if 2 * product + seconds(rows) < by_slices else None

@@ -53,6 +53,6 @@ def gradients(output, tensors, upstream=None):
 
 
 def relative(a, b):
-    """|a - b| / |b| in the Frobenius norm; 0 when both are 0."""
+    """|a - b| / |b| in the Frobenius norm; 0 when both are 0, NaN where either holds one."""
     difference = (a.double() - b.double()).norm()
-    return float(difference / b.double().norm()) if difference > 0 else 0.0
+    return 0.0 if difference == 0 else float(difference / b.double().norm())

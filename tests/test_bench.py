@@ -391,9 +391,10 @@ def test_speed_report_puts_exact_before_filtered_and_fast_before_slow():
 
 def test_accuracy_report_compares_kinds_and_accumulations():
     made = [
-        made_up_row(curve, curve=curve, de=de, beyond=beyond)
-        for curve, de, beyond in (
-            ("ours plain accumulation", 6e-3, 64.0), ("ours cce_kahan_full_c", 2.1e-3, 128.0), ("ours cce_exact", 2e-3, 192.0),
+        made_up_row(curve, curve=curve, de=de, beyond=beyond, budget=budget)
+        for curve, de, beyond, budget in (
+            ("ours plain accumulation", 6e-3, 64.0, None), ("ours cce_exact", 2e-3, 192.0, None),
+            ("ours cce_kahan_full_c", 2.1e-3, 96.0, 96), ("ours cce_kahan_full_c", 2e-3, 90.0, 128),  # the latter keeps fp32
         )
     ]  # fmt: skip
     made += [made_up_row("ours cce_exact", curve="ours cce_exact", kind="confident")]
@@ -402,7 +403,7 @@ def test_accuracy_report_compares_kinds_and_accumulations():
     assert "| ours cce_exact |" in table and "| ours plain" not in table  # measured on one kind only
     assert "| fp64, rounded | yes | – | 1.50e-03 | 1.40e-03 |" in table
     found = accumulation_report(made)
-    assert "| bf16 plain | 64 | 6.000e-03 | 3.000 |" in found and "| bf16 Kahan | 128 | 2.100e-03 | 1.050 |" in found
+    assert "| bf16 plain | 64 | 6.000e-03 | 3.000 |" in found and "| bf16 Kahan | 96 | 2.100e-03 | 1.050 |" in found
 
 
 def test_a_report_needs_a_measured_row(tmp_path):

@@ -311,6 +311,56 @@ def test_one_pass_adds_up_long_runs_of_a_target(monkeypatch):
         assert all(relative(own, reference) < TOLERANCE[torch.bfloat16] for own, reference in zip(ours, theirs))
 
 
+def test_one_pass_backward_again_and_again(monkeypatch):
+    """.grad may be the saved gradient itself; it is written to between the passes."""
+    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (16, "fp32"))
+    e, c, targets, _ = inputs(40, 24, 101, torch.bfloat16)
+    expected = gradients(formula(e, c, targets)[0], [e, c])
+    loss = cce.linear_cross_entropy(e, c, targets)
+    for passes in (1, 2, 3):
+        loss.backward(retain_graph=True)
+        for tensor, reference in zip((e, c), expected):
+            assert relative(tensor.grad, passes * reference) < 2 * TOLERANCE[torch.bfloat16]
+    e.grad.zero_()
+    loss.backward()
+    assert relative(e.grad, expected[0]) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("chunk", [None, (16, "fp32")])
+def test_impossible_targets(monkeypatch, chunk):
+    """A target whose logit is -inf: its loss is inf, as in F.cross_entropy, and the gradients are finite."""
+    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: chunk)
+    e, c, targets, bias = inputs(40, 24, 101, torch.bfloat16, bias=True)
+    bias = bias.detach()
+    bias[50:] = -math.inf
+    targets %= 50
+    targets[0] = 60
+    loss = cce.linear_cross_entropy(e, c, targets, bias)
+    assert loss.item() == math.inf
+    ours = torch.autograd.grad(loss, (e, c))
+    theirs = gradients(formula(e, c, targets, bias)[0], [e, c])
+    assert all(relative(a, b) < TOLERANCE[torch.bfloat16] for a, b in zip(ours, theirs))
+
+
+def test_filter_below_the_range_of_its_maxima():
+    """Logits under -65504, which fp16 maxima cannot tell: nothing may be dropped for it."""
+    e, c, targets, bias = inputs(40, 24, 101, torch.float32, bias=True)
+    loss = cce.linear_cross_entropy(e, c, targets, bias.detach() - 1e5, impl="cce", filter_eps=1e-4)
+    ours = torch.autograd.grad(loss, (e, c))
+    theirs = gradients(formula(e, c, targets, bias.detach() - 1e5)[0], [e, c])
+    assert all(relative(a, b) < 2e-2 for a, b in zip(ours, theirs))
+
+
+def test_one_pass_compiles_for_changing_lengths():
+    """No graph break where the plan looks at N, also once torch.compile takes N as a symbol."""
+    compiled = torch.compile(lambda e, c, t: cce.linear_cross_entropy(e, c, t) / 3, backend="aot_eager", fullgraph=True)
+    for n in (40, 41, 57):
+        e, c, targets, _ = inputs(n, 24, 101, torch.bfloat16)
+        ours = torch.autograd.grad(compiled(e, c, targets), (e, c))
+        theirs = torch.autograd.grad(cce.linear_cross_entropy(e, c, targets) / 3, (e, c))
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
+
+
 def test_one_pass_twice_through_one_graph(monkeypatch):
     """The upstream gradient is multiplied in place once; a second backward pass makes the gradients anew."""
     monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (16, "fp32"))

@@ -16,10 +16,10 @@ from cce.kernels.filter import kept_tiles, survivors
 from cce.kernels.gradient import logit_gradient, tiles_of_tokens
 from cce.kernels.logits import addressable, interpreting
 from cce.kernels.product import add_product, kahan_block, kahan_product, matmul_into
-from cce.plans import default_workspace_mib, mib_of_sum, slices
+from cce.plans import default_workspace_mib, slices, summed_in
 from cce.presets import GradientMode
 from cce.targets import IGNORED
-from cce.tiles import MIB, filter_tile
+from cce.tiles import BIAS_PARTS_BYTES, MIB, filter_tile
 
 
 def _power_of_two_scale(dloss_N: torch.Tensor, dlse_N: torch.Tensor | None, codes_N: torch.Tensor) -> torch.Tensor:
@@ -73,14 +73,11 @@ def backward_parts(
     dc_VD = torch.empty(V, padded, dtype=dtypes[1], device=device) if need_c else None
     dbias_V = torch.empty(V, dtype=torch.float32, device=device) if need_bias else None
 
-    # What dE's sum takes beside dE: its fp32 copy, or the rounding errors and the block that the products go through. "kahan"
-    # gives way to fp32, no less exact and faster, where that fits: its point is to take half.
+    # What dE's sum takes beside dE: its fp32 copy, or the rounding errors and the block that the products go through.
     workspace = workspace_mib
     if workspace is None:
         workspace = default_workspace_mib(N, padded, mode.accumulation) + mib(maxima)
-    accumulation = mode.accumulation
-    if accumulation == "kahan" and mib_of_sum(N, padded, "fp32") <= workspace:
-        accumulation = "fp32"
+    accumulation = summed_in(N, padded, mode.accumulation, workspace, mib(maxima))
     fp32_sum = need_e and accumulation == "fp32" and dtypes[0] != torch.float32
     sum_ND = torch.empty(N, padded, dtype=torch.float32, device=device) if fp32_sum else de_ND
     comp_ND = block = None
@@ -89,7 +86,7 @@ def backward_parts(
         if not filter_e and dtype != torch.float16:
             block = torch.empty(min(N, kahan_block(padded, interpret)), padded, dtype=torch.float32, device=device)
 
-    taken = mib(maxima, comp_ND, block, sum_ND if fp32_sum else None)
+    taken = mib(maxima, comp_ND, block, sum_ND if fp32_sum else None) + (BIAS_PARTS_BYTES / MIB if need_bias else 0)
     free = workspace - taken
     per_class = N * itemsize / MIB
     buffer_classes = min(max(1, int(free / per_class) // granule), triton.cdiv(V, granule)) * granule
@@ -99,7 +96,15 @@ def backward_parts(
         buffer_classes = buffer.numel() // N // granule * granule
     elif need_e or need_c:
         buffer = torch.empty(buffer_classes * N, dtype=dtype, device=device)
-    walk = list(slices(N, padded, V, granule, buffer_classes, itemsize, dc_VD.element_size() if need_c else None))
+    bias_parts = widest = None
+    if need_bias:
+        tiles_n = tiles_of_tokens(N, dtype, padded)
+        widest = max(1, BIAS_PARTS_BYTES // (4 * tiles_n * granule)) * granule
+        bias_parts = torch.empty(
+            tiles_n, min(widest, triton.cdiv(V, granule) * granule), dtype=torch.float32, device=device
+        )
+    c_itemsize = dc_VD.element_size() if need_c else None
+    walk = slices(N, padded, V, granule, buffer_classes, itemsize, c_itemsize, widest)
 
     expm1_N = torch.expm1(-nll_N)
     decided = kept = None
@@ -113,11 +118,6 @@ def backward_parts(
     if scale is not None:
         dloss_N = dloss_N / scale
         dlse_N = None if dlse_N is None else dlse_N / scale
-
-    bias_parts = None
-    if need_bias:
-        widest = max(width for _, width, _ in walk)
-        bias_parts = torch.empty(tiles_of_tokens(N, dtype, padded), widest, dtype=torch.float32, device=device)
 
     for v0, w, in_dc in walk:
         g_Nw = None

@@ -41,7 +41,9 @@ def _exponentials_kernel(
     offs_n = n0 + tl.arange(0, BLOCK_N)
     in_n = offs_n < N
     code = tl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
-    reference = tl.load(Reference + offs_n, mask=in_n, other=0.0) * LOG2E
+    reference = tl.maximum(
+        tl.load(Reference + offs_n, mask=in_n, other=0.0) * LOG2E, LOWEST
+    )  # a target may lie at -inf
     exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
     tiles_v = tl.cdiv(V, BLOCK_V)
     for tile_v in tl.range((split * tiles_v) // splits, ((split + 1) * tiles_v) // splits):
@@ -74,8 +76,8 @@ def log1p(x):
     return tl.where(x < 0.5, series, tl.log2(1 + x) * LN2)
 
 
-# Per token: rest from the splits' parts, nll = log(1 + exp(rest - target)), lse = target + nll, and the two numbers that make
-# gradients of the stored w (in units of 2^-reference, the largest of the token's references):
+# Per token: rest from the splits' parts, nll = log(1 + exp(rest - target)), lse = log(exp(rest) + exp(target)), and the two
+# numbers that make gradients of the stored w (in units of 2^-reference, the largest of the token's references):
 #   scale = (dloss + dlse) 2^(reference - lse log2e)     the gradient of a logit that is not the target's is scale w
 #   own   = ((p - 1) dloss + p dlse) slope               that of the target's; p - 1 = -x / (1 + x), x = exp(rest - target)
 # with dlse = 2 z_loss lse dloss, the gradient of z_loss lse^2. NEED_SCALED: ScaledE = round(scale e).
@@ -107,10 +109,11 @@ def _tokens_kernel(
         lowest = tl.minimum(lowest, tl.min(tl.load(first, mask=mask, other=-LOWEST), 0))
     target = tl.load(Target + offs_n, mask=inside, other=0.0)
     active = tl.load(Codes + offs_n, mask=inside, other=_IGNORED) != _IGNORED
-    gap = (maximum + tl.log2(exp_sum)) * LN2 - target
+    rest = (maximum + tl.log2(exp_sum)) * LN2
+    gap = rest - target
     x = tl.exp(-tl.abs(gap))
     nll = tl.maximum(gap, 0.0) + log1p(x)
-    lse = target + nll
+    lse = tl.maximum(rest, target) + log1p(x)
     p = tl.where(gap > 0, x, 1.0) / (1 + x)
     minus_rest = -tl.where(gap > 0, 1.0, x) / (1 + x)
     dloss = tl.load(Dloss)

@@ -29,8 +29,8 @@ LARGE = tl.constexpr(2.0**60)
 
 @triton.jit
 def rounded_up(x):
-    """fp16 that is never below x: what may be dropped is decided by it."""
-    return (x + tl.abs(x) * 0.001 + 1e-4).to(tl.float16)
+    """fp16 that is never below x: what may be dropped is decided by it. The smallest there is for what lies below it, and NaN."""
+    return tl.maximum(x + tl.abs(x) * 0.001 + 1e-4, -65504.0).to(tl.float16)
 
 
 # One program walks one split of the vocabulary (several tiles) for one tile of tokens: per tile the logits (fp32

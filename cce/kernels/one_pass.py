@@ -72,7 +72,7 @@ def one_pass(
     w = w.view(chunk, width)[:, :V]
     reference_N = target_logit(e_ND, c_VD, bias_V, codes_N, softcap)
     target_N = reference_N.clone()
-    launch = Launches()
+    launch, x_nD = Launches(), None
 
     for n0 in range(0, N, chunk):
         n = min(chunk, N - n0)
@@ -95,6 +95,7 @@ def one_pass(
             elif not matmul_into(w_nV.t(), s_nD, sum_VD, add=n0 > 0):
                 add_product(w_nV, s_nD, sum_VD, transposed=True, add=n0 > 0)
     nll_N, lse_N, _, own_N = tokens
+    del w, w_nV, de_chunk, x_nD, scaled_e, s_nD, parts, tile_references, block  # what follows takes memory of its own
     if need_c:
         add_target_rows(e_ND, own_N, codes_N, sum_VD, comp_VD)
         if fp32_sum:

@@ -150,7 +150,8 @@ def matmul_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) 
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
         return True
-    if out.device.type == "cuda" and torch.version.cuda is not None and hasattr(torch.ops.aten.addmm, "dtype_out"):
+    widens = out.dtype == torch.float32 and out.device.type == "cuda" and torch.version.cuda is not None
+    if widens and hasattr(torch.ops.aten.addmm, "dtype_out"):
         if add:
             torch.ops.aten.addmm.dtype_out(out, a, b, out.dtype, out=out)
         else:

@@ -6,12 +6,14 @@ python experiments/loss_heads/report.py results/loss_heads/nvidia-h200      # re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from picture import draw  # noqa: E402
 from problems import KINDS, NAMED  # noqa: E402
 from rows import load  # noqa: E402
 
+from cce.plans import mib_of_sum  # noqa: E402
 from training.results import markdown_table  # noqa: E402
 
 SPEED = {
@@ -173,6 +175,14 @@ def accuracy_report(measured: list[dict]) -> str:
     return "\n".join(text)
 
 
+def is_accumulated(row: dict) -> bool:
+    """Whether a row's sum was kept as its preset says: Kahan gives way to fp32 where that fits."""
+    if row["curve"] != ACCUMULATION["bf16 Kahan"]:
+        return True
+    budget = row["workspace_mib"]
+    return budget is not None and budget < mib_of_sum(row["tokens"], row["hidden"], "fp32")
+
+
 def accumulation_report(measured: list[dict]) -> str:
     """bf16 plain, bf16 Kahan and fp32 accumulation, each in the least memory it was measured at: errors, and those over fp32's.
 
@@ -180,7 +190,7 @@ def accumulation_report(measured: list[dict]) -> str:
     """
     table = []
     for shape, kind in dict.fromkeys((row["shape"], row["kind"]) for row in measured):
-        of_problem = [row for row in measured if (row["shape"], row["kind"]) == (shape, kind)]
+        of_problem = [row for row in measured if (row["shape"], row["kind"]) == (shape, kind) and is_accumulated(row)]
         found = {
             name: min((row for row in of_problem if row["curve"] == curve), key=lambda r: r["beyond_mib"], default=None)
             for name, curve in ACCUMULATION.items()

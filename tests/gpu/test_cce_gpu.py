@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from cce_formula import formula, gradients, inputs, relative
 
 import cce
+from cce import function
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 8e-4, torch.bfloat16: 5e-3}
@@ -79,12 +80,11 @@ def test_float64_takes_the_blockwise_path():
 
 
 @pytest.mark.parametrize("scale", [0.3, 3.0])
-def test_no_further_off_than_the_standard_path(scale):
+def test_no_further_off_than_the_standard_path(monkeypatch, scale):
     """Exact presets at N = 3000, D = 1024, V = 16000, several slices, on a flat and on a peaked softmax."""
     e, c, targets, _ = on_gpu(3000, 1024, 16000, BF16, scale=scale)
-    exact = [
-        tensor.detach().double().requires_grad_() for tensor in (e, c)
-    ]  # gradients of bf16 leaves come rounded to bf16
+    # Leaves in fp64: the gradients of bf16 leaves come rounded to bf16.
+    exact = [tensor.detach().double().requires_grad_() for tensor in (e, c)]
     expected_loss, _ = formula(*exact, targets)
     expected = gradients(expected_loss, exact)
     standard = gradients(F.cross_entropy(F.linear(e, c).float(), targets), [e, c])
@@ -94,11 +94,17 @@ def test_no_further_off_than_the_standard_path(scale):
         loss = cce.linear_cross_entropy(e, c, targets, workspace_mib=8, **options)
         assert abs(loss.item() / expected_loss.item() - 1) < 1e-6
         errors[impl] = [relative(a, b) for a, b in zip(gradients(loss, [e, c]), expected)]
+    for accumulation in ("fp32", "kahan"):  # three chunks of tokens, the last one shorter
+        monkeypatch.setattr(function, "chunk_of_tokens", lambda *_, kept=accumulation: (1024, kept))
+        loss = cce.linear_cross_entropy(e, c, targets, impl="cce_exact")
+        assert abs(loss.item() / expected_loss.item() - 1) < 1e-6
+        errors[f"one pass, {accumulation}"] = [relative(a, b) for a, b in zip(gradients(loss, [e, c]), expected)]
     limit = [1.05 * relative(a, b) for a, b in zip(standard, expected)]
-    for impl in ("cce_kahan_full_c", "cce_exact"):
+    for impl in errors.keys() - {"plain"}:
         assert all(error < bound for error, bound in zip(errors[impl], limit)), (impl, errors, limit)
     assert errors["cce_kahan_full_c"][0] < 1.1 * errors["cce_exact"][0], errors
     assert errors["plain"][0] > errors["cce_kahan_full_c"][0], errors
+    assert errors["one pass, kahan"][1] < 1.1 * errors["one pass, fp32"][1], errors
 
 
 @pytest.mark.parametrize("gap", [5.0, 14.0, 30.0])
@@ -114,8 +120,9 @@ def test_confident_target_keeps_its_precision(gap):
 
 
 @pytest.mark.parametrize("filter_e,filter_c", [(True, True), (True, False), (False, True)])
-def test_filter_equals_its_definition(filter_e, filter_c):
-    n, d, v, eps = 1000, 64, 4000, 0.01
+@pytest.mark.parametrize("d", [64, 1024])
+def test_filter_equals_its_definition(d, filter_e, filter_c):
+    n, v, eps = 1000, 4000, 0.01
     e, c, targets, _ = on_gpu(n, d, v, BF16, scale=0.5)
     with torch.no_grad():
         e[128:256] *= 8
