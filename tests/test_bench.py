@@ -16,6 +16,7 @@ import picture  # noqa: E402
 import reference as reference_module  # noqa: E402
 import rows  # noqa: E402
 import run  # noqa: E402
+import trace_kernels  # noqa: E402
 from problems import KINDS, NAMED, TINY, Shape, check_problem, parse_shape, problem  # noqa: E402
 from reference import reference, relative_error  # noqa: E402
 from report import accumulation_report, accuracy_report, speed_report, write_report  # noqa: E402
@@ -438,3 +439,20 @@ def test_labels_of_a_crowded_picture_do_not_cover_each_other(tmp_path, monkeypat
     picture.draw(tmp_path / "picture.png", crowd)
     assert len(boxes) == 9  # each peer has its name; ours are curves
     assert picture.overlap(boxes, boxes).sum() == len(boxes)  # each with itself
+
+
+def test_kernel_times_add_up_to_steps():
+    """Two steps of a 2·N·D·V product in 2 ms each, and the vendor's two products in 1 ms each under other names."""
+    shape = Shape(1000, 1000, 1000)
+    events = [
+        ("_log_sum_exp_kernel", 2000.0),
+        ("nvjet_sm90_x", 1000.0),
+        ("void cublasLt::splitKreduce_kernel<32>(int)", 1000.0),
+    ] * 2
+    rows = {row["kernel"]: row for row in trace_kernels.summary(events, 2, shape)}
+    assert rows["_log_sum_exp_kernel"]["ms"] == 2.0 and rows["_log_sum_exp_kernel"]["calls"] == 1
+    assert math.isclose(rows["_log_sum_exp_kernel"]["tflops"], 2e9 / 2e-3 / 1e12)
+    assert rows[trace_kernels.VENDOR]["calls"] == 2 and math.isclose(
+        rows[trace_kernels.VENDOR]["tflops"], 4e9 / 2e-3 / 1e12
+    )
+    assert trace_kernels.kernel_name("void at::native::reduce_kernel<512, 1>(float)") == "reduce_kernel"
