@@ -56,9 +56,8 @@ def linear_cross_entropy(
         filter_eps, filter_e_grad, filter_c_grad: impl="cce" only. Tiles of 128 tokens x 128 classes in which every
             |p - onehot| is below filter_eps are left out of dE and dC. "auto" is finfo(dtype).eps / 32 (2^-12 for
             bf16); None filters nothing.
-        accum_e_fp32: impl="cce" only. What adds up over slices of the vocabulary (dE), or over chunks of tokens (dC), does so
-            in fp32 instead of in its own dtype.
-        accum_c_fp32: accepted for compatibility; see accum_e_fp32.
+        accum_e_fp32: impl="cce" only. dE adds up over slices of the vocabulary in fp32 instead of in its own dtype.
+        accum_c_fp32: accepted for compatibility; dC comes from one product, or adds up in fp32 or with compensation.
         impl: a preset, see cce/presets.py. The default, cce_kahan_full_c, filters nothing. apple/ml-cross-entropy's
             default is `cce`, which filters both gradients, and its cce_kahan_full_c filters dE: neither is exact, and
             neither is what a pretraining run should take (see cce/README.md).
@@ -107,11 +106,9 @@ def linear_cross_entropy(
         one_number = reduction != "none" and not return_lse and label_smoothing == 0 and shard is None
         chunk = function.chunk_of_tokens(e_ND, c, bias, dtype, mode, workspace_mib) if one_number else None
         if chunk is not None:
-            weight = (
-                (codes_N != IGNORED).sum().float().reciprocal()
-                if reduction == "mean"
-                else codes_N.new_ones((), dtype=torch.float32)
-            )
+            weight = torch.ones((), dtype=torch.float32, device=e.device)
+            if reduction == "mean":
+                weight = weight / (codes_N != IGNORED).sum()
             return function.SummedLoss.apply(
                 e_ND, c, bias, codes_N, weight, dtype, softcap, float(z_loss), options, workspace_mib, chunk
             )

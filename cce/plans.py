@@ -15,6 +15,7 @@ from cce.presets import Accumulation
 from cce.tiles import (
     DEFAULT_SLICE_CLASSES,
     DEFAULT_SLICE_MIB,
+    FILTER_TILE,
     KAHAN_BLOCK_BYTES,
     MIB,
     MULTIPROCESSORS,
@@ -145,16 +146,17 @@ def one_pass_chunk(
         )
 
     product = 2 * tokens * hidden * vocabulary / PRODUCT_RATE
-    kept = summed_in(tokens, hidden, accumulation, workspace)  # of dE, by slices
-    buffer_classes = max(1, int((workspace - mib_of_sum(tokens, hidden, kept)) * MIB) // (2 * tokens * 128)) * 128
-    walk = len(list(slices(tokens, hidden, vocabulary, 128, buffer_classes, 2, 2 if need_c else None)))
-    by_slices = 4 * product + walk * tokens * hidden * TRAFFIC[kept] / MEMORY_RATE
+    of_e, granule = summed_in(tokens, hidden, accumulation, workspace), FILTER_TILE[1]
+    free = int((workspace - mib_of_sum(tokens, hidden, of_e)) * MIB)
+    buffer_classes = max(1, free // (2 * tokens * granule)) * granule
+    walk = len(list(slices(tokens, hidden, vocabulary, granule, buffer_classes, 2, 2 if need_c else None)))
+    by_slices = 4 * product + walk * tokens * hidden * TRAFFIC[of_e] / MEMORY_RATE
 
-    kept, most = "fp32" if accumulation == "kahan" else accumulation, 0
-    most = most_tiles(kept)
-    if most == 0 and accumulation == "kahan":
-        kept, most = "kahan", most_tiles("kahan")
-    if most == 0:
+    for kept in ("fp32", "kahan") if accumulation == "kahan" else (accumulation,):
+        most = most_tiles(kept)
+        if most > 0:
+            break
+    else:
         return None
     rows = most
     for fewer in range(most - 1, max(0, most - MULTIPROCESSORS), -1):

@@ -44,9 +44,9 @@ class GradientMode:
 
     filter_eps: None, or the bound under which a tile of p - onehot is dropped (paper, section 4.3).
     filter_e, filter_c: whether dE and dC drop such tiles; both False when filter_eps is None.
-    accumulation: of dE over slices of the vocabulary, or of dC over chunks of tokens: "plain" in the gradient's dtype, "kahan"
-        with a second tensor of that dtype for the rounding error (or as "fp32", no less exact and faster, where the workspace
-        has room for that), "fp32" in an fp32 buffer. All three are fp32 when the gradient is fp32.
+    accumulation: of dE over slices of the vocabulary, or of dC over chunks of tokens: "plain" in the gradient's dtype (by slices
+        only), "kahan" with a second tensor of that dtype for the rounding error (or as "fp32", no less exact and faster, where
+        the workspace has room for that), "fp32" in an fp32 buffer. All three are fp32 when the gradient is fp32.
     """
 
     filter_eps: float | None

@@ -15,7 +15,7 @@ import triton
 from cce.kernels.filter import kept_tiles, survivors
 from cce.kernels.gradient import logit_gradient, tiles_of_tokens
 from cce.kernels.logits import addressable, interpreting
-from cce.kernels.product import add_product, kahan_block, kahan_product, matmul_into
+from cce.kernels.product import add_product, kahan_block, kahan_product, product_into
 from cce.plans import default_workspace_mib, slices, summed_in
 from cce.presets import GradientMode
 from cce.targets import IGNORED
@@ -134,14 +134,18 @@ def backward_parts(
             torch.sum(bias_parts[:, :w], 0, out=dbias_V[v0 : v0 + w])
         if need_c:
             dc_wD = dc_VD[v0 : v0 + w]
-            if filter_c or scale is not None or not matmul_into(g_Nw.t(), e_ND, dc_wD, add=False):
+            if not filter_c and scale is None:
+                product_into(g_Nw, e_ND, dc_wD, transposed=True, add=False)
+            else:
                 of_classes = survivors(tiles.t().contiguous()) if filter_c else None
                 add_product(g_Nw, e_ND, dc_wD, transposed=True, add=False, kept=of_classes, factor=scale)
         if need_e:
             c_wD, add = c_VD[v0 : v0 + w], v0 > 0
             if block is not None:
                 kahan_product(g_Nw, c_wD, sum_ND, comp_ND, block, add=add)
-            elif filter_e or scale is not None or not matmul_into(g_Nw, c_wD, sum_ND, add):
+            elif not filter_e and scale is None:
+                product_into(g_Nw, c_wD, sum_ND, add=add)
+            else:
                 of_tokens = survivors(tiles) if filter_e else None
                 add_product(g_Nw, c_wD, sum_ND, add=add, comp_MC=comp_ND, kept=of_tokens, factor=scale)
     if need_bias and scale is not None:

@@ -16,7 +16,7 @@ from cce.kernels.logits import (
     tanh,
 )
 from cce.targets import IGNORED
-from cce.tiles import Tile, gradient_tile
+from cce.tiles import gradient_tile
 
 _IGNORED = tl.constexpr(IGNORED)
 
@@ -43,8 +43,7 @@ def _logit_gradient_kernel(
     code = tl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
     work = tl.max(code, 0) != _IGNORED
     if FILTER:
-        kept = tl.load(Kept + tile_n * stride_kept + v0 // BLOCK_V) != 0
-        if kept == 0:
+        if tl.load(Kept + tile_n * stride_kept + v0 // BLOCK_V) == 0:
             return
     g = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     if work:
@@ -124,5 +123,4 @@ def logit_gradient(
 
 def tiles_of_tokens(tokens: int, dtype: torch.dtype, hidden: int) -> int:
     """Rows of bias_parts."""
-    tile: Tile = gradient_tile(dtype, hidden, interpreting())
-    return triton.cdiv(tokens, tile.rows)
+    return triton.cdiv(tokens, gradient_tile(dtype, hidden, interpreting()).rows)

@@ -4,7 +4,7 @@ For each chunk of n tokens:
   1. one kernel computes the logits and keeps w = exp(z - reference) [n, V] in bf16, 0 for each token's target, with the
      sums of the unrounded w; a small one makes of them loss, lse, and per token the scale of w and the target's entry;
   2. dE = scale (w C) + own c_target: one product over the whole vocabulary, finished and rounded once;
-  3. dC += w^T (scale e): the only sum over chunks: plain, Kahan or fp32 (cce/presets.py).
+  3. dC += w^T (scale e): the only sum over chunks: Kahan or fp32 (cce/presets.py).
 At the end the targets' entries, own e, are added to their rows of dC. They never pass through bf16: what a target's entry
 loses to rounding is nothing, however close to 1 its probability is.
 
@@ -18,7 +18,7 @@ from cce.kernels.exponentials import exponentials
 from cce.kernels.finishing import add_target_rows, hidden_gradient
 from cce.kernels.launch import Launches
 from cce.kernels.logits import addressable, interpreting, padded_width
-from cce.kernels.product import add_product, kahan_block, kahan_product, matmul_into
+from cce.kernels.product import kahan_block, kahan_product, product_into
 from cce.kernels.target_logit import target_logit
 from cce.plans import one_pass_splits
 from cce.presets import Accumulation
@@ -86,14 +86,13 @@ def one_pass(
         )  # fmt: skip
         if need_e:
             x_nD = de_chunk[:n]
-            if not matmul_into(w_nV, c_VD, x_nD, add=False):
-                add_product(w_nV, c_VD, x_nD, add=False)
+            product_into(w_nV, c_VD, x_nD, add=False)
             hidden_gradient(x_nD, *of_chunk[2:], c_VD, codes_n, de_ND[here], launch)
         if need_c:
             if block is not None:
                 kahan_product(w_nV, s_nD, dc_VD, comp_VD, block, transposed=True, add=n0 > 0)
-            elif not matmul_into(w_nV.t(), s_nD, sum_VD, add=n0 > 0):
-                add_product(w_nV, s_nD, sum_VD, transposed=True, add=n0 > 0)
+            else:
+                product_into(w_nV, s_nD, sum_VD, transposed=True, add=n0 > 0)
     nll_N, lse_N, _, own_N = tokens
     del w, w_nV, de_chunk, x_nD, scaled_e, s_nD, parts, tile_references, block  # what follows takes memory of its own
     if need_c:

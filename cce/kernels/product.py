@@ -145,7 +145,7 @@ def _kahan_kernel(X, Out, Comp, count, ADD: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(Out + offs, new, mask=inside)
 
 
-def matmul_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> bool:
+def _matmul_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) -> bool:
     """out = a b or out += a b by the vendor's library with fp32 accumulators; False if it has no such product."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
@@ -158,6 +158,14 @@ def matmul_into(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor, add: bool) 
             torch.ops.aten.mm.dtype_out(a, b, out.dtype, out=out)
         return True
     return False
+
+
+def product_into(
+    a: torch.Tensor, b_KC: torch.Tensor, out_MC: torch.Tensor, *, transposed: bool = False, add: bool
+) -> None:
+    """As add_product: the vendor's library where it has such a product, else the kernel here."""
+    if not _matmul_into(a.t() if transposed else a, b_KC, out_MC, add):
+        add_product(a, b_KC, out_MC, transposed=transposed, add=add)
 
 
 def kahan_block(columns: int, interpret: bool) -> int:
@@ -182,7 +190,6 @@ def kahan_product(
         out, comp = out_MC[rows], comp_MC[rows]
         x = block[: out.shape[0]]
         of_rows = a[:, rows] if transposed else a[rows]
-        if not matmul_into(of_rows.t() if transposed else of_rows, b_KC, x, add=False):
-            add_product(of_rows, b_KC, x, transposed=transposed, add=False)
+        product_into(of_rows, b_KC, x, transposed=transposed, add=False)
         count, step = x.numel(), 128 if interpreting() else 2048
         _kahan_kernel[(triton.cdiv(count, step),)](x, out, comp, count, ADD=add, BLOCK=step)

@@ -9,7 +9,6 @@ beside it are written at the end from all rows there (report.py writes them agai
 """
 
 import argparse
-import re
 import sys
 import time
 from pathlib import Path
@@ -25,11 +24,7 @@ from reference import reference  # noqa: E402
 from report import write_report  # noqa: E402
 from rows import key, load, store  # noqa: E402
 
-from training.provenance import provenance  # noqa: E402
-
-
-def machine(device: torch.device) -> str:
-    return re.sub(r"\W+", "-", torch.cuda.get_device_name()).lower() if device.type == "cuda" else "cpu"
+from training.provenance import machine, provenance  # noqa: E402
 
 
 def budget(text: str) -> float | None:
@@ -129,7 +124,7 @@ def main(command_line: list[str]) -> None:
         problems = plan(args, device)
     except ValueError as error:
         parser.error(str(error))
-    folder = args.out or ROOT / "results" / "loss_heads" / machine(device)
+    folder = args.out or ROOT / "results" / "loss_heads" / machine()
     if args.missing:
         there = {key(row) for row in load(folder)}
         problems = [

@@ -18,14 +18,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch  # noqa: E402
 from problems import Shape, parse_shape, problem  # noqa: E402
-from run import budget, machine  # noqa: E402
+from run import budget  # noqa: E402
+from torch import Tensor  # noqa: E402
 
 import cce  # noqa: E402
 from cce.presets import IMPLS  # noqa: E402
-from training.provenance import provenance  # noqa: E402
+from training.provenance import machine, provenance  # noqa: E402
 from training.results import markdown_table, read_rows, write_rows  # noqa: E402
 
-STEPS, WARM_UP = 10, 40
+STEPS, WARM_UP, SEED = 10, 40, 0
 LOGITS_KERNELS = ("_log_sum_exp_kernel", "_exponentials_kernel", "_logit_gradient_kernel")
 VENDOR = "products of the vendor's library"
 
@@ -53,9 +54,7 @@ def summary(events: Iterable[tuple[str, float]], steps: int, shape: Shape) -> li
     return rows
 
 
-def trace(shape: Shape, impl: str, workspace_mib: float | None) -> list[dict]:
-    e, c, targets = problem(shape, "trained", 0, torch.device("cuda"))
-
+def trace(shape: Shape, e: Tensor, c: Tensor, targets: Tensor, impl: str, workspace_mib: float | None) -> list[dict]:
     def step() -> None:
         e.grad = c.grad = None
         cce.linear_cross_entropy(e, c, targets, impl=impl, workspace_mib=workspace_mib).backward()
@@ -67,8 +66,8 @@ def trace(shape: Shape, impl: str, workspace_mib: float | None) -> list[dict]:
         for _ in range(STEPS):
             step()
         torch.cuda.synchronize()
-    events = [e for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return summary(((event.name, event.device_time) for event in events), STEPS, shape)
+    on_gpu = (event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    return summary(((event.name, event.device_time) for event in on_gpu), STEPS, shape)
 
 
 def main(command_line: list[str]) -> None:
@@ -83,13 +82,14 @@ def main(command_line: list[str]) -> None:
         parser.error(str(error))
     if not torch.cuda.is_available():
         parser.error("no GPU here: there are no kernels to trace")
-    folder = ROOT / "results" / "loss_heads" / machine(torch.device("cuda"))
+    folder = ROOT / "results" / "loss_heads" / machine()
     path = folder / "kernels.jsonl"
-    source = provenance(0)
+    source = provenance(SEED)
+    tensors = problem(shape, "trained", SEED, torch.device("cuda"))
     made = []
     for workspace_mib in args.budgets:
         of = {"shape": shape.name, "impl": args.impl, "workspace_mib": workspace_mib}
-        made += [{**of, **row, "provenance": source} for row in trace(shape, args.impl, workspace_mib)]
+        made += [{**of, **row, "provenance": source} for row in trace(shape, *tensors, args.impl, workspace_mib)]
     keys = ("shape", "impl", "workspace_mib")
     again = {tuple(row[key] for key in keys) for row in made}
     kept = [row for row in read_rows(path) if tuple(row[key] for key in keys) not in again] if path.exists() else []

@@ -11,7 +11,6 @@ Overrides other than none write over results/mve/<machine>: commit what is to st
 """
 
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import torch  # noqa: E402
 from report import write_report  # noqa: E402
 
+from training.provenance import machine  # noqa: E402
 from training.records import read_records  # noqa: E402
 from training.results import collect_rows, write_rows  # noqa: E402
 from training.run_folder import METRICS  # noqa: E402
@@ -43,10 +43,6 @@ def train(*overrides: str) -> None:
 
 def heads() -> tuple[str, ...]:
     return GPU_HEADS if torch.cuda.is_available() else CPU_HEADS
-
-
-def machine() -> str:
-    return re.sub(r"\W+", "-", torch.cuda.get_device_name()).lower() if torch.cuda.is_available() else "cpu"
 
 
 def written_since(row: dict, seconds: float) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -45,6 +46,11 @@ def provenance(seed: int | None = None) -> dict:
         "cuda": torch.version.cuda,
         "seed": seed,
     }
+
+
+def machine() -> str:
+    """The GPU's name as a folder of results is named after it, or "cpu"."""
+    return re.sub(r"\W+", "-", torch.cuda.get_device_name()).lower() if torch.cuda.is_available() else "cpu"
 
 
 def command_line() -> str:

@@ -10,11 +10,15 @@ import torch  # noqa: E402
 from cce_formula import formula, gradients, inputs, relative  # noqa: E402
 
 import cce  # noqa: E402
+from cce import function  # noqa: E402
 
 EXACT = ("cce_exact", "cce_kahan_full_c")
 
 
-def check(n, d, v, dtype, impl, *, bias=False, ignored=0.1, scale=1.0, workspace_mib=None, upstream=1.0, **options):
+def check(
+    n, d, v, dtype, impl, *, bias=False, ignored=0.1, scale=1.0, workspace_mib=None, upstream=1.0, chunk=None, **options
+):
+    function.chunk_of_tokens = lambda *_: chunk  # None: by slices
     e, c, targets, b = inputs(n, d, v, dtype, bias=bias, ignored=ignored, scale=scale, device="cuda")
     loss = cce.linear_cross_entropy(e, c, targets, b, impl=impl, workspace_mib=workspace_mib, **options)
     tensors = [t for t in (e, c, b) if t is not None]
@@ -28,11 +32,13 @@ def check(n, d, v, dtype, impl, *, bias=False, ignored=0.1, scale=1.0, workspace
 
 def main() -> None:
     for impl in EXACT:
-        check(300, 72, 1000, torch.bfloat16, impl, bias=True, softcap=3.0, workspace_mib=0.3)  # slices
+        check(300, 72, 1000, torch.bfloat16, impl, bias=True, softcap=3.0, workspace_mib=0.3)
         check(300, 256, 1000, torch.bfloat16, impl, workspace_mib=0.3)
-        check(300, 256, 1000, torch.bfloat16, impl, workspace_mib=4, upstream=3.0)  # one pass
-        check(300, 72, 1001, torch.bfloat16, impl, workspace_mib=2, softcap=3.0, z_loss=1e-2)
-        check(300, 64, 1000, torch.bfloat16, impl, workspace_mib=4, scale=200.0)  # references move
+    for chunk in ((128, "fp32"), (128, "kahan")):
+        check(300, 256, 1000, torch.bfloat16, "cce_exact", chunk=chunk, upstream=3.0)
+        check(300, 1024, 1000, torch.bfloat16, "cce_exact", chunk=chunk)  # wide tiles
+        check(300, 72, 1001, torch.bfloat16, "cce_exact", chunk=chunk, softcap=3.0, z_loss=1e-2)
+        check(300, 64, 1000, torch.bfloat16, "cce_exact", chunk=chunk, scale=200.0)  # references move
     check(300, 64, 1000, torch.float16, "cce_exact", bias=True, workspace_mib=0.3)
     check(300, 64, 1000, torch.float32, "cce_exact", workspace_mib=0.3, label_smoothing=0.1)
     for impl in ("cce", "cce_kahan", "cce_kahan_full_e"):
