@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 READY  := $(VENV)/ready
+# Logs name files by their path in this repository or in their package.
+SHORT  := sed -u 's|$(CURDIR)/||g; s|/[^ ]*/site-packages/||g'
 
 .PHONY: help setup mve bench test test-gpu sanitize lint lock clean
 .DEFAULT_GOAL := help
@@ -29,12 +31,12 @@ test: $(READY)  ## run the test suite (no GPU needed)
 
 test-gpu: $(READY)  ## run the tests that need a CUDA GPU; the log goes to results/test-gpu.log
 	cd scripts && ../$(RUN) -m training.provenance > ../results/test-gpu.log
-	$(RUN) -m pytest tests/test_loss_heads.py tests/gpu -m "not interpret" 2>&1 | tee -a results/test-gpu.log; exit $${PIPESTATUS[0]}
+	$(RUN) -m pytest tests/test_loss_heads.py tests/gpu -m "not interpret" 2>&1 | $(SHORT) | tee -a results/test-gpu.log; exit $${PIPESTATUS[0]}
 
 sanitize: $(READY)  ## run every kernel under compute-sanitizer (needs a CUDA GPU); the log goes to results/sanitize.log
 	cd scripts && ../$(RUN) -m training.provenance > ../results/sanitize.log
 	set -o pipefail; for tool in memcheck racecheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool \
-	  --error-exitcode 1 $(RUN) tests/gpu/sanitized.py 2>&1 | tee -a results/sanitize.log || exit 1; done
+	  --error-exitcode 1 $(RUN) tests/gpu/sanitized.py 2>&1 | $(SHORT) | tee -a results/sanitize.log || exit 1; done
 
 lint: $(READY)  ## check the style (ruff)
 	$(RUN) -m ruff check .
