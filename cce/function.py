@@ -16,6 +16,7 @@ from cce.operators import (
 from cce.plans import one_pass_chunk
 from cce.presets import Accumulation, GradientMode
 from cce.targets import IGNORED
+from cce.tiles import architecture
 from cce.vocab_parallel import VocabParallelOptions, combine_parts, reduce_e_grad
 
 
@@ -46,7 +47,7 @@ def chunk_of_tokens(
         mode.accumulation,
         workspace_mib,
         c_VD.requires_grad,
-        interpret=e_ND.device.type == "cpu",
+        architecture(e_ND.device, dtype),
     )
 
 

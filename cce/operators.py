@@ -12,7 +12,7 @@ import torch
 from cce import blockwise
 from cce.presets import GradientMode
 from cce.targets import check_range, encode_targets
-from cce.tiles import filter_tile
+from cce.tiles import architecture, filter_tile
 
 
 def runs_kernels(tensor: torch.Tensor) -> bool:
@@ -24,7 +24,7 @@ def runs_kernels(tensor: torch.Tensor) -> bool:
 
 def tile_maxima_like(e: torch.Tensor, c: torch.Tensor, needed: bool) -> torch.Tensor:
     """What the filter keeps of the forward pass: [tiles of classes, N] fp16 for the kernels, nothing for the blockwise path."""
-    columns = filter_tile(interpret=e.device.type == "cpu")[1]
+    columns = filter_tile(architecture(e.device, e.dtype))[1]
     tiles = -(-c.shape[0] // columns) if needed and runs_kernels(e) else 0
     return e.new_empty(tiles, e.shape[0], dtype=torch.float16)
 

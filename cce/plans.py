@@ -11,6 +11,8 @@ import functools
 import math
 from collections.abc import Iterator
 
+import torch
+
 from cce.presets import Accumulation
 from cce.tiles import (
     DEFAULT_SLICE_CLASSES,
@@ -19,8 +21,9 @@ from cce.tiles import (
     KAHAN_BLOCK_BYTES,
     MIB,
     MULTIPROCESSORS,
-    exponentials_programs,
-    exponentials_tile,
+    Architecture,
+    logits_tile,
+    vocabulary_splits,
 )
 
 # Rates that the two ways are compared at, an H200's: products in FLOP/s, memory in bytes/s. On another GPU the choice is a guess.
@@ -83,22 +86,20 @@ def slices(
         first += width
 
 
-def one_pass_splits(chunk: int, vocabulary: int, hidden: int, interpret: bool) -> int:
+def one_pass_splits(chunk: int, vocabulary: int, arch: Architecture) -> int:
     """Splits of the vocabulary in one pass: each program walks one split for one tile of a chunk's tokens."""
-    tile = exponentials_tile(hidden, interpret)
-    return min(
-        math.ceil(vocabulary / tile.columns), math.ceil(exponentials_programs(hidden) / math.ceil(chunk / tile.rows))
-    )
+    tile = logits_tile(torch.bfloat16, arch)
+    return vocabulary_splits(math.ceil(chunk / tile.rows), math.ceil(vocabulary / tile.columns), arch)
 
 
 def one_pass_bytes(
-    tokens: int, chunk: int, hidden: int, vocabulary: int, accumulation: Accumulation, need_c: bool, interpret: bool
+    tokens: int, chunk: int, hidden: int, vocabulary: int, accumulation: Accumulation, need_c: bool, arch: Architecture
 ) -> int:
     """Workspace. Of dC's sum: its fp32 copy, or rounding errors and the block that the products go through. Of a chunk: its
     exponentials (in dC's own memory while the sum is in fp32, where they fit), their references, partial sums, dE in fp32 and
     scaled e, which are gone before the sums of targets' entries come (a number per 16 of e). Of every token: sixteen numbers."""
-    references = math.ceil(vocabulary / exponentials_tile(hidden, interpret).columns)
-    splits = one_pass_splits(chunk, vocabulary, hidden, interpret)
+    references = math.ceil(vocabulary / logits_tile(torch.bfloat16, arch).columns)
+    splits = one_pass_splits(chunk, vocabulary, arch)
     exponentials = chunk * 2 * (vocabulary + 7)
     of_c = 0
     if need_c:
@@ -117,11 +118,11 @@ def one_pass_chunk(
     accumulation: Accumulation,
     workspace_mib: float | None,
     need_c: bool,
-    interpret: bool,
+    arch: Architecture,
 ) -> tuple[int, Accumulation] | None:
     """(tokens of a chunk, how dC's sum is kept) if one pass fits the workspace and is expected to be faster than slices."""
     workspace = default_workspace_mib(tokens, hidden, accumulation) if workspace_mib is None else workspace_mib
-    step = exponentials_tile(hidden, interpret).rows
+    step = logits_tile(torch.bfloat16, arch).rows
     token_tiles = math.ceil(tokens / step)
 
     def most_tiles(kept: Accumulation) -> int:
@@ -129,7 +130,7 @@ def one_pass_chunk(
         low, high = 0, token_tiles
         while low < high:
             middle = (low + high + 1) // 2
-            taken = one_pass_bytes(tokens, middle * step, hidden, vocabulary, kept, need_c, interpret)
+            taken = one_pass_bytes(tokens, middle * step, hidden, vocabulary, kept, need_c, arch)
             if taken <= workspace * MIB:
                 low = middle
             else:

@@ -5,9 +5,23 @@ interpreter takes tiny tiles so that a test shape of 37 tokens still has several
 """
 
 import math
+import os
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+# How kernels run: on NVIDIA's Hopper those of 16-bit inputs with specialized warps (cce/kernels/hopper.py), on any other GPU and for
+# fp32 as plain Triton, under TRITON_INTERPRET=1 on the CPU.
+Architecture = Literal["hopper", "other", "interpreter"]
+
+
+@torch.compiler.assume_constant_result
+def architecture(device: torch.device, dtype: torch.dtype) -> Architecture:
+    if device.type == "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
+        return "interpreter"
+    hopper = dtype != torch.float32 and torch.cuda.get_device_capability(device) == (9, 0)
+    return "hopper" if hopper else "other"
 
 
 @dataclass(frozen=True)
@@ -29,11 +43,10 @@ FILTER_TILE = (128, 128)
 INTERPRETER_FILTER_TILE = (16, 32)
 
 MULTIPROCESSORS = 132
-# Programs of the forward kernel: enough waves for a balanced end, few enough that partial results stay small.
-FORWARD_PROGRAMS = 32 * MULTIPROCESSORS
-PARTIALS_BYTES = 4 * 2**20
-# Up to this hidden size a tile's epilogue is long beside its product: two small programs on a multiprocessor overlap them.
-SMALL_HIDDEN = 512
+PARTIALS_BYTES = 4 * 2**20  # at most, of the forward pass' sums over parts of the vocabulary
+# What starting a program's next item costs, in tiles of logits: reading per-token numbers, filling the pipeline.
+ITEM_OVERHEAD = 0.25
+MOST_TILES = 32  # of an item
 
 # A slice's gradients of the logits by default: MiB, or this many classes where they are more (narrow slices keep few
 # multiprocessors busy).
@@ -45,62 +58,43 @@ BIAS_PARTS_BYTES = 4 * MIB  # at most, of the sums over tiles of tokens that bec
 KAHAN_BLOCK_BYTES = 16 * MIB
 
 
-def filter_tile(interpret: bool) -> tuple[int, int]:
-    return INTERPRETER_FILTER_TILE if interpret else FILTER_TILE
+
+def filter_tile(arch: Architecture) -> tuple[int, int]:
+    return INTERPRETER_FILTER_TILE if arch == "interpreter" else FILTER_TILE
 
 
-def logits_tile(dtype: torch.dtype, hidden: int, interpret: bool) -> Tile:
-    """Tile of tokens x classes for the log-sum-exp; columns are once or twice those of the filter's tile."""
-    if interpret:
-        return Tile(*INTERPRETER_FILTER_TILE, 16, group=2)
-    if dtype == torch.float32:
-        return Tile(128, 128, 32, warps=8, stages=3)
-    if hidden <= SMALL_HIDDEN:
-        return Tile(128, 128, 64, warps=4, stages=3)
-    return Tile(128, 256, 64, warps=8, stages=4)
-
-
-def gradient_tile(dtype: torch.dtype, hidden: int, interpret: bool, filtered: bool = False) -> Tile:
-    """Tile of tokens x classes for the kernel that writes logit gradients. Filtered: the filter's own tile."""
-    if interpret:
+def logits_tile(dtype: torch.dtype, arch: Architecture) -> Tile:
+    """Tile of tokens x classes for the kernels that make logits; columns are once or twice those of the filter's tile."""
+    if arch == "interpreter":
         return Tile(*INTERPRETER_FILTER_TILE, 16, group=2)
     if dtype == torch.float32:
         return Tile(128, 128, 32, warps=8, stages=2)
-    if filtered:
-        return Tile(*FILTER_TILE, 64, warps=4, stages=3)
-    return Tile(128, 256, 64, warps=8, stages=3)
+    if arch == "hopper":
+        return Tile(128, 256, 64, stages=4)
+    return Tile(128, 128, 64, warps=4, stages=3)
 
 
-def exponentials_tile(hidden: int, interpret: bool) -> Tile:
-    """Tile of tokens x classes for the kernel that keeps exponentials (bf16)."""
-    if interpret:
-        return Tile(16, 32, 16, group=2)
-    if hidden <= SMALL_HIDDEN:
-        return Tile(128, 128, 64, warps=4, stages=3)
-    return Tile(128, 256, 64, warps=8, stages=4)
+def vocabulary_splits(token_tiles: int, class_tiles: int, arch: Architecture, most: int | None = None) -> int:
+    """Splits of the vocabulary, at most `most`: programs walk items of one split for one tile of tokens, and all should end
+    at the same time."""
+    programs = 4 if arch == "interpreter" else MULTIPROCESSORS
+    least = 1 if most is None else math.ceil(class_tiles / max(1, most))
+
+    fewest, best = math.inf, 1
+    for tiles in range(least, max(least, min(class_tiles, MOST_TILES)) + 1):
+        items = token_tiles * math.ceil(class_tiles / tiles)
+        busiest = math.ceil(items / programs) * (tiles + ITEM_OVERHEAD)  # in tiles, of the program that has most to do
+        if busiest < fewest:
+            fewest, best = busiest, tiles
+    return math.ceil(class_tiles / best)
 
 
-def exponentials_programs(hidden: int) -> int:
-    """Programs of that kernel per chunk of tokens: whole waves of them."""
-    return (4 if hidden <= SMALL_HIDDEN else 16) * MULTIPROCESSORS
-
-
-def product_tile(dtype: torch.dtype, columns: int, interpret: bool) -> Tile:
+def product_tile(dtype: torch.dtype, columns: int, arch: Architecture) -> Tile:
     """Tile for gradient x operand. Its rows and its depth divide the filter's tile both ways."""
-    if interpret:
+    if arch == "interpreter":
         return Tile(16, 16, 16, group=2)
     if dtype == torch.float32:
         return Tile(128, 64, 32, warps=8, stages=2)
     if columns <= 128:
         return Tile(128, 128, 64, warps=4, stages=3)
     return Tile(128, 256, 64, warps=8, stages=3)
-
-
-def vocabulary_splits(tokens: int, vocabulary: int, tile: Tile, partials: int) -> int:
-    """Splits of the vocabulary in the forward pass: each program walks one split for one tile of tokens.
-
-    As many as FORWARD_PROGRAMS asks for and `partials` fp32 numbers per token and split fit PARTIALS_BYTES.
-    """
-    token_tiles = math.ceil(tokens / tile.rows)
-    splits = min(math.ceil(FORWARD_PROGRAMS / token_tiles), PARTIALS_BYTES // (4 * partials * tokens))
-    return max(1, min(splits, math.ceil(vocabulary / tile.columns)))

@@ -14,12 +14,12 @@ import triton
 
 from cce.kernels.filter import kept_tiles, survivors
 from cce.kernels.gradient import logit_gradient, tiles_of_tokens
-from cce.kernels.logits import addressable, interpreting
+from cce.kernels.logits import addressable
 from cce.kernels.product import add_product, kahan_block, kahan_product, product_into
 from cce.plans import default_workspace_mib, slices, summed_in
 from cce.presets import GradientMode
 from cce.targets import IGNORED
-from cce.tiles import BIAS_PARTS_BYTES, MIB, filter_tile
+from cce.tiles import BIAS_PARTS_BYTES, MIB, architecture, filter_tile
 
 
 def _power_of_two_scale(dloss_N: torch.Tensor, dlse_N: torch.Tensor | None, codes_N: torch.Tensor) -> torch.Tensor:
@@ -65,8 +65,8 @@ def backward_parts(
             torch.zeros(V, dtype=torch.float32, device=device) if need_bias else None,
         )
     e_ND, c_VD = addressable(e_ND), addressable(c_VD)
-    padded, dtype, itemsize, interpret = e_ND.shape[1], e_ND.dtype, e_ND.element_size(), interpreting()
-    granule = filter_tile(interpret)[1]
+    padded, dtype, itemsize, arch = e_ND.shape[1], e_ND.dtype, e_ND.element_size(), architecture(e_ND.device, e_ND.dtype)
+    granule = filter_tile(arch)[1]
     filter_e, filter_c = mode.filter_e and need_e, mode.filter_c and need_c
 
     de_ND = torch.empty(N, padded, dtype=dtypes[0], device=device) if need_e else None
@@ -84,7 +84,7 @@ def backward_parts(
     if need_e and accumulation == "kahan" and dtypes[0] != torch.float32:
         comp_ND = torch.empty_like(de_ND)
         if not filter_e and dtype != torch.float16:
-            block = torch.empty(min(N, kahan_block(padded, interpret)), padded, dtype=torch.float32, device=device)
+            block = torch.empty(min(N, kahan_block(padded)), padded, dtype=torch.float32, device=device)
 
     taken = mib(maxima, comp_ND, block, sum_ND if fp32_sum else None) + (BIAS_PARTS_BYTES / MIB if need_bias else 0)
     free = workspace - taken
@@ -98,7 +98,7 @@ def backward_parts(
         buffer = torch.empty(buffer_classes * N, dtype=dtype, device=device)
     bias_parts = widest = None
     if need_bias:
-        tiles_n = tiles_of_tokens(N, dtype, padded)
+        tiles_n = tiles_of_tokens(e_ND)
         widest = max(1, BIAS_PARTS_BYTES // (4 * tiles_n * granule)) * granule
         bias_parts = torch.empty(
             tiles_n, min(widest, triton.cdiv(V, granule) * granule), dtype=torch.float32, device=device

@@ -4,32 +4,24 @@ import torch
 import triton
 import triton.language as tl
 
-from cce.kernels.forward import LOWEST
+from cce.kernels import hopper
+from cce.kernels.epilogues import LN2, LOG2E, LOWEST, kept_exponentials, starting_reference
 from cce.kernels.launch import Launches
 from cce.kernels.logits import (
-    LN2,
-    LOG2E,
     descriptor,
     grouped,
-    interpreting,
     precision,
     raw_logits,
-    rest_logits,
     store_tile,
     stored_columns,
-    tanh,
 )
 from cce.targets import IGNORED
-from cce.tiles import exponentials_tile
+from cce.tiles import architecture, logits_tile
 
 _IGNORED = tl.constexpr(IGNORED)
-# In powers of two: what a logit may lie above its token's reference. Sums over a vocabulary then stay in fp32, and w in bf16.
-FAR = tl.constexpr(60.0)
 
 
-# As the log-sum-exp kernel, and each tile's w = 2^(z log2e - reference) is stored, 0 for the target. The reference of a token
-# starts at its target's logit, so it is the same in all tiles unless a logit lies FAR above it. Where a tile's reference ended
-# up is written to TileReference [tiles, n]. With a softcap the stored w carries the cap's slope, the sum does not.
+# As the log-sum-exp kernel, and each tile's w is stored: kept_exponentials.
 @triton.jit
 def _exponentials_kernel(
     E, C, W, Bias, Codes, Reference, Target, Part, TileReference, N, V, softcap, splits,
@@ -41,28 +33,16 @@ def _exponentials_kernel(
     offs_n = n0 + tl.arange(0, BLOCK_N)
     in_n = offs_n < N
     code = tl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
-    reference = tl.maximum(
-        tl.load(Reference + offs_n, mask=in_n, other=0.0) * LOG2E, LOWEST
-    )  # a target may lie at -inf
+    reference = starting_reference(Reference, offs_n, in_n)
     exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
     tiles_v = tl.cdiv(V, BLOCK_V)
     for tile_v in tl.range((split * tiles_v) // splits, ((split + 1) * tiles_v) // splits):
         v0 = tile_v * BLOCK_V
-        z = raw_logits(E, C, Bias, n0, v0, V, D, BLOCK_N, BLOCK_V, BLOCK_D, HAS_BIAS, PRECISION)
-        if HAS_SOFTCAP:
-            t = tanh(z / softcap)
-            z = softcap * t
-        z = rest_logits(z, Target, code, offs_n, v0, V, BLOCK_V)
-        top = tl.max(z, 1) * LOG2E
-        if tl.max(top - reference, 0) > FAR:
-            moved = tl.maximum(reference, top)
-            exp_sum *= tl.exp2(reference - moved)
-            reference = moved
-        w = tl.exp2(z * LOG2E - reference[:, None])
-        exp_sum += tl.sum(w, 1)
-        tl.store(TileReference + tl.cast(tile_v, tl.int64) * N + offs_n, reference, mask=in_n)
-        if HAS_SOFTCAP:
-            w *= 1 - t * t
+        z = raw_logits(E, C, n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
+        w, reference, exp_sum = kept_exponentials(
+            z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), tile_v,
+            v0, N, V, softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP,
+        )  # fmt: skip
         store_tile(W, w, n0, v0, BLOCK_N, BLOCK_V)
     tl.store(Part + tl.cast(split, tl.int64) * N + offs_n, reference + tl.log2(exp_sum), mask=in_n)
 
@@ -168,24 +148,30 @@ def exponentials(
     token has no target. dloss: fp32 scalar, the gradient of each token's loss. parts [splits, n] and tile_references [tiles of
     classes, n]: fp32 scratch.
     """
-    (n, D), V = e_nD.shape, c_VD.shape[0]
-    tile = exponentials_tile(D, interpreting())
+    (n, D), V, arch = e_nD.shape, c_VD.shape[0], architecture(e_nD.device, e_nD.dtype)
+    tile = logits_tile(e_nD.dtype, arch)
     splits, tiles_v = parts.shape[0], triton.cdiv(V, tile.columns)
-    launch(
-        _exponentials_kernel,
-        (triton.cdiv(n, tile.rows) * splits,),
-        (
-            descriptor(e_nD, tile.rows, tile.depth), descriptor(c_VD, tile.columns, tile.depth),
-            descriptor(w_nV, tile.rows, stored_columns(tile.columns)), bias_V, codes_n, reference_n, target_n, parts,
-            tile_references, n, V, softcap or 1.0, splits,
-        ),
-        dict(
-            D=D, BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_D=tile.depth, GROUP=tile.group,
-            HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None, PRECISION=precision(e_nD.dtype),
-        ),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+    arguments = (
+        bias_V, codes_n, reference_n, target_n, parts, tile_references, n, V, softcap or 1.0, splits,
     )  # fmt: skip
+    flags = dict(HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None)
+    if arch == "hopper":
+        hopper.exponentials(e_nD, c_VD, w_nV, arguments, flags, launch)
+    else:
+        launch(
+            _exponentials_kernel,
+            (triton.cdiv(n, tile.rows) * splits,),
+            (
+                descriptor(e_nD, tile.rows, tile.depth), descriptor(c_VD, tile.columns, tile.depth),
+                descriptor(w_nV, tile.rows, stored_columns(tile.columns)), *arguments,
+            ),
+            dict(
+                D=D, BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_D=tile.depth, GROUP=tile.group, **flags,
+                PRECISION=precision(e_nD.dtype),
+            ),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )  # fmt: skip
     block = 8
     launch(
         _tokens_kernel,

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from cce.kernels.logits import LOG2E, interpreting
+from cce.kernels.epilogues import LOG2E
 from cce.targets import IGNORED
-from cce.tiles import filter_tile
+from cce.tiles import architecture, filter_tile
 
 _IGNORED = tl.constexpr(IGNORED)
 
@@ -60,7 +60,7 @@ def kept_tiles(
     uniform: what label smoothing puts on every class. With it, tiles that hold a target are always kept, and all tiles once it
     reaches eps.
     """
-    rows, columns = filter_tile(interpreting())
+    rows, columns = filter_tile(architecture(maxima.device, torch.bfloat16))
     tiles_v, N = maxima.shape
     tiles_n, block = triton.cdiv(N, rows), 16
     kept = torch.empty(tiles_n, tiles_v, dtype=torch.uint8, device=maxima.device)

@@ -4,26 +4,16 @@ import torch
 import triton
 import triton.language as tl
 
-from cce.kernels.logits import (
-    LOG2E,
-    descriptor,
-    grouped,
-    interpreting,
-    precision,
-    raw_logits,
-    store_tile,
-    stored_columns,
-    tanh,
-)
+from cce.kernels import hopper
+from cce.kernels.epilogues import logit_gradients
+from cce.kernels.logits import descriptor, grouped, precision, raw_logits, store_tile, stored_columns
 from cce.targets import IGNORED
-from cce.tiles import gradient_tile
+from cce.tiles import architecture, logits_tile, vocabulary_splits
 
 _IGNORED = tl.constexpr(IGNORED)
 
 
-# One program makes one tile of G = ((p - q) dloss + p dlse) softcap'; q = (1 - smoothing) onehot + smoothing / V.
-# p = 2^(z log2e - lse log2e) in fp32; the target's entry of p - onehot is expm1(-nll) from the forward, so 1 - p keeps
-# its relative precision as p -> 1 and nothing is subtracted after rounding. G is rounded once, when it is stored.
+# One program makes one tile of G: logit_gradients. G is rounded once, when it is stored.
 # FILTER: a tile whose byte in Kept is 0 is left alone, unread and unwritten.
 # Column sums of the unrounded G go to BiasPart, one row per tile of tokens, and are added in a fixed order afterwards.
 # What is stored for classes past V and tokens past N is cut off by the descriptor or by the products' ranges.
@@ -41,42 +31,16 @@ def _logit_gradient_kernel(
     offs_n = n0 + tl.arange(0, BLOCK_N)
     in_n = offs_n < N
     code = tl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
-    work = tl.max(code, 0) != _IGNORED
     if FILTER:
         if tl.load(Kept + tile_n * stride_kept + v0 // BLOCK_V) == 0:
             return
     g = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-    if work:
-        active = code != _IGNORED
-        z = raw_logits(E, C, Bias, n0, v0, V, D, BLOCK_N, BLOCK_V, BLOCK_D, HAS_BIAS, PRECISION)
-        if HAS_SOFTCAP:
-            t = tanh(z / softcap)
-            z = softcap * t
-        lse2 = tl.load(Lse + offs_n, mask=in_n, other=0.0) * LOG2E
-        g = tl.exp2(z * LOG2E - lse2[:, None])
-        # What needs to be compared with the target's column is done only where a target lies in the tile.
-        here = (code >= v0) & (code < v0 + BLOCK_V)
-        offs_v = v0 + tl.arange(0, BLOCK_V)
-        if tl.max(here.to(tl.int32), 0) != 0:
-            own = tl.load(Expm1 + offs_n, mask=here, other=0.0) + smoothing
-            g = tl.where(offs_v[None, :] == code[:, None], own[:, None], g)
-        if HAS_SMOOTHING:
-            g -= uniform
-        dloss = tl.load(Dloss + offs_n, mask=active, other=0.0)
-        if HAS_DLSE:
-            # (p - q) dloss + p dlse = (p - q) (dloss + dlse) + q dlse
-            dlse = tl.load(Dlse + offs_n, mask=active, other=0.0)
-            g = g * (dloss + dlse)[:, None]
-            g += tl.where(offs_v[None, :] == code[:, None], (dlse * (1 - smoothing))[:, None], 0.0)
-            if HAS_SMOOTHING:
-                g += (dlse * uniform)[:, None]
-        else:
-            g = g * dloss[:, None]
-        if HAS_SOFTCAP:
-            g *= 1 - t * t
-        # An ignored token's lse is 0, not its own: exp2 may have overflown there, and inf * 0 is nan.
-        if tl.min(code, 0) == _IGNORED:
-            g = tl.where(active[:, None], g, 0.0)
+    if tl.max(code, 0) != _IGNORED:
+        z = raw_logits(E, C, n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
+        g = logit_gradients(
+            z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), v0, V, softcap, smoothing,
+            uniform, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING,
+        )  # fmt: skip
     if NEED_BIAS:
         offs_w = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
         part = BiasPart + tl.cast(tile_n, tl.int64) * stride_bias + offs_w
@@ -106,21 +70,31 @@ def logit_gradient(
 
     kept [filter tiles of tokens, filter tiles of all classes] uint8: tiles with 0 stay unwritten. expm1_N is expm1(-nll).
     """
-    (N, D), V = e_ND.shape, c_VD.shape[0]
-    tile = gradient_tile(e_ND.dtype, D, interpreting(), kept is not None)
+    (N, D), V, arch = e_ND.shape, c_VD.shape[0], architecture(e_ND.device, e_ND.dtype)
+    arguments = (bias_V, codes_N, lse_N, expm1_N, dloss_N, dlse_N)
+    numbers = (softcap or 1.0, smoothing, smoothing / V)
+    flags = dict(
+        HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None, HAS_DLSE=dlse_N is not None,
+        HAS_SMOOTHING=smoothing > 0,
+    )  # fmt: skip
+    if arch == "hopper" and bias_parts is None and kept is None:
+        tile = logits_tile(e_ND.dtype, arch)
+        splits = vocabulary_splits(triton.cdiv(N, tile.rows), triton.cdiv(width, tile.columns), arch)
+        hopper.logit_gradient(e_ND, c_VD, g_Nw, (*arguments, N, V, v0, width, *numbers, splits), flags)
+        return
+    tile = logits_tile(e_ND.dtype, "other" if arch == "hopper" else arch)
     _logit_gradient_kernel[(triton.cdiv(N, tile.rows) * triton.cdiv(width, tile.columns),)](
         descriptor(e_ND, tile.rows, tile.depth), descriptor(c_VD, tile.columns, tile.depth),
         None if g_Nw is None else descriptor(g_Nw, tile.rows, stored_columns(tile.columns)),
-        bias_V, codes_N, lse_N, expm1_N, dloss_N, dlse_N, bias_parts, kept, N, V, v0, width,
-        0 if bias_parts is None else bias_parts.stride(0), 0 if kept is None else kept.stride(0),
-        softcap or 1.0, smoothing, smoothing / V,
-        D=D, BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_D=tile.depth, GROUP=tile.group,
-        HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None, HAS_DLSE=dlse_N is not None,
-        HAS_SMOOTHING=smoothing > 0, NEED_BIAS=bias_parts is not None, NEED_G=g_Nw is not None,
+        *arguments, bias_parts, kept, N, V, v0, width,
+        0 if bias_parts is None else bias_parts.stride(0), 0 if kept is None else kept.stride(0), *numbers,
+        D=D, BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_D=tile.depth, GROUP=tile.group, **flags,
+        NEED_BIAS=bias_parts is not None, NEED_G=g_Nw is not None,
         FILTER=kept is not None, PRECISION=precision(e_ND.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
 
-def tiles_of_tokens(tokens: int, dtype: torch.dtype, hidden: int) -> int:
+def tiles_of_tokens(e_ND: torch.Tensor) -> int:
     """Rows of bias_parts."""
-    return triton.cdiv(tokens, gradient_tile(dtype, hidden, interpreting()).rows)
+    arch = architecture(e_ND.device, e_ND.dtype)
+    return triton.cdiv(e_ND.shape[0], logits_tile(e_ND.dtype, "other" if arch == "hopper" else arch).rows)

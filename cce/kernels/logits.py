@@ -1,4 +1,4 @@
-"""What the kernels share: a tile of logits from fp32 accumulators, the softcap, the order of programs, descriptors.
+"""What the kernels share: a tile of logits from fp32 accumulators, the order of programs, descriptors, stores.
 
 Shapes: N tokens, D hidden, V vocabulary. Matrices are read and written through tensor descriptors (Hopper's tensor memory
 accelerator; plain loads on older GPUs): tiles that reach past an edge read zeros there and write nothing.
@@ -9,10 +9,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from cce.kernels.epilogues import halves
 from cce.tiles import DESCRIPTOR_BYTES
-
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 def interpreting() -> bool:
@@ -64,15 +62,6 @@ def grouped(pid, rows, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def tanh(x):
-    """tanh to fp32 precision: its series near 0, where the quotient of exponentials would cancel."""
-    x2 = x * x
-    series = x * (1 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
-    t = 1 - 2 / (tl.exp(2 * tl.abs(x)) + 1)
-    return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -t, t))
-
-
-@triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
     """acc + a b with fp32 accumulators."""
     if PRECISION == "widen":
@@ -83,41 +72,14 @@ def dot(a, b, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def raw_logits(
-    E, C, Bias, n0, v0, V,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    E, C, n0, v0, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """e_n . c_v + bias_v of the tile at (n0, v0), in fp32, before the softcap; 0 for rows past N and classes past V."""
+    """e_n . c_v of the tile at (n0, v0), in fp32; 0 for rows past N and classes past V."""
     z = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     for d in tl.range(0, D, BLOCK_D):
         z = dot(E.load([n0, d]), C.load([v0, d]).T, z, PRECISION)
-    if HAS_BIAS:
-        offs_v = v0 + tl.arange(0, BLOCK_V)
-        z += tl.load(Bias + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
     return z
-
-
-@triton.jit
-def rest_logits(z, Target, code, offs_n, v0, V, BLOCK_V: tl.constexpr):
-    """z with -inf for the tokens' targets and for classes past V; writes the targets' logits to Target [N].
-
-    Elements are compared with columns only in tiles that hold a target, and in the last.
-    """
-    offs_v = v0 + tl.arange(0, BLOCK_V)
-    here = (code >= v0) & (code < v0 + BLOCK_V)
-    if tl.max(here.to(tl.int32), 0) != 0:
-        own = offs_v[None, :] == code[:, None]
-        tl.store(Target + offs_n, tl.max(tl.where(own, z, -float("inf")), 1), mask=here)
-        z = tl.where(own, -float("inf"), z)
-    if v0 + BLOCK_V > V:
-        z = tl.where(offs_v[None, :] < V, z, -float("inf"))
-    return z
-
-
-@triton.jit
-def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of a tile, in registers."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 def stored_columns(columns: int) -> int:

@@ -17,12 +17,12 @@ import triton
 from cce.kernels.exponentials import exponentials
 from cce.kernels.finishing import add_target_rows, hidden_gradient
 from cce.kernels.launch import Launches
-from cce.kernels.logits import addressable, interpreting, padded_width
+from cce.kernels.logits import addressable, padded_width
 from cce.kernels.product import kahan_block, kahan_product, product_into
 from cce.kernels.target_logit import target_logit
 from cce.plans import one_pass_splits
 from cce.presets import Accumulation
-from cce.tiles import exponentials_tile
+from cce.tiles import architecture, logits_tile
 
 
 def one_pass(
@@ -47,8 +47,9 @@ def one_pass(
     need_e, need_c = needs
     e_ND, c_VD = addressable(e_ND), addressable(c_VD)
     padded, chunk = e_ND.shape[1], min(chunk, N)
-    tile = exponentials_tile(padded, interpreting())
-    splits = one_pass_splits(chunk, V, padded, interpreting())
+    arch = architecture(e_ND.device, e_ND.dtype)
+    tile = logits_tile(e_ND.dtype, arch)
+    splits = one_pass_splits(chunk, V, arch)
     f32 = dict(dtype=torch.float32, device=device)
 
     parts, tile_references = torch.empty(splits, chunk, **f32), torch.empty(triton.cdiv(V, tile.columns), chunk, **f32)
@@ -62,7 +63,7 @@ def one_pass(
     comp_VD = block = None
     if need_c and accumulation == "kahan" and dtypes[1] != torch.float32:
         comp_VD = torch.empty_like(dc_VD)
-        block = torch.empty(min(V, kahan_block(padded, interpreting())), padded, **f32)
+        block = torch.empty(min(V, kahan_block(padded)), padded, **f32)
     # While dC's sum is kept elsewhere, its own memory holds the exponentials, where they fit.
     width = padded_width(V, e_ND.element_size())
     if fp32_sum and dc_VD.numel() >= chunk * width:

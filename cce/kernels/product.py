@@ -7,9 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from cce.kernels.epilogues import halves
 from cce.kernels.filter import Survivors
-from cce.kernels.logits import descriptor, dot, grouped, halves, interpreting, precision
-from cce.tiles import KAHAN_BLOCK_BYTES, MULTIPROCESSORS, filter_tile, product_tile
+from cce.kernels.logits import descriptor, dot, grouped, interpreting, precision
+from cce.tiles import KAHAN_BLOCK_BYTES, MULTIPROCESSORS, architecture, filter_tile, product_tile
 
 
 # How a sum over calls is rounded. Out and Comp are in the gradient's dtype, or Out alone in fp32:
@@ -112,11 +113,11 @@ def add_product(
     K. factor: fp32 scalar on the device that multiplies A B. All matrices `addressable`, out and comp of the same strides.
     """
     (K, M) = a.shape if transposed else a.shape[::-1]
-    columns, interpret = b_KC.shape[1], interpreting()
-    tile = product_tile(a.dtype, columns, interpret)
+    columns, arch = b_KC.shape[1], architecture(a.device, a.dtype)
+    tile = product_tile(a.dtype, columns, arch)
     quarters = tile.columns == 256
     stored = tile.columns // 4 if quarters else tile.columns
-    tile_m, tile_k = filter_tile(interpret)[:: -1 if transposed else 1]
+    tile_m, tile_k = filter_tile(arch)[:: -1 if transposed else 1]
     tiles = triton.cdiv(M, tile.rows) * triton.cdiv(columns, tile.columns)
     _product_kernel[(min(tiles, MULTIPROCESSORS),)](
         descriptor(a, tile.depth, tile.rows) if transposed else descriptor(a, tile.rows, tile.depth),
@@ -126,7 +127,7 @@ def add_product(
         0 if kept is None else kept.order.stride(0), out_MC.stride(0),
         COLUMNS=columns, BLOCK_M=tile.rows, BLOCK_C=tile.columns, BLOCK_K=tile.depth, GROUP=tile.group,
         PROGRAMS=MULTIPROCESSORS, TRANSPOSED=transposed, ADD=add, KAHAN=comp_MC is not None, FILTERED=kept is not None,
-        TILE_M=tile_m, TILE_K=tile_k, HAS_FACTOR=factor is not None, QUARTERS=quarters, PREFETCH=add and not interpret,
+        TILE_M=tile_m, TILE_K=tile_k, HAS_FACTOR=factor is not None, QUARTERS=quarters, PREFETCH=add and not interpreting(),
         LINE=128 // out_MC.element_size(), PRECISION=precision(a.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -168,9 +169,9 @@ def product_into(
         add_product(a, b_KC, out_MC, transposed=transposed, add=add)
 
 
-def kahan_block(columns: int, interpret: bool) -> int:
+def kahan_block(columns: int) -> int:
     """Rows of the fp32 block that kahan_product goes through."""
-    return 16 if interpret else max(128, KAHAN_BLOCK_BYTES // (4 * columns) // 128 * 128)
+    return 16 if interpreting() else max(128, KAHAN_BLOCK_BYTES // (4 * columns) // 128 * 128)
 
 
 def kahan_product(

@@ -4,7 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cce.kernels.logits import interpreting, tanh
+from cce.kernels.epilogues import tanh
+from cce.kernels.logits import interpreting
 from cce.targets import OUT_OF_RANGE
 
 _OUT_OF_RANGE = tl.constexpr(OUT_OF_RANGE)
