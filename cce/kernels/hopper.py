@@ -122,20 +122,18 @@ def _logits(shared, stage, phase, half: gl.constexpr, STEPS: gl.constexpr, KEEP:
     """(e_n . c_v of a group's tokens [ROWS, CLASSES], stage, phase after it)."""
     e_tiles, c_tiles, full, empty, _, _ = shared
     z = gl.zeros([ROWS, CLASSES], gl.float32, LOGITS)
-    before = stage
     for step in range(STEPS):
         mbarrier.wait(full.index(stage), phase)
         e_tile = e_tiles.index(2 * (step if KEEP else stage) + half)
         z = warpgroup_mma(e_tile, c_tiles.index(stage).permute((1, 0)), z, use_acc=step > 0, is_async=True)
         z = warpgroup_mma_wait(1, deps=(z,))
-        mbarrier.arrive(empty.index(before), pred=step > 0)
-        before = stage
+        mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), pred=step > 0)
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
     z = warpgroup_mma_wait(0, deps=(z,))
-    mbarrier.arrive(empty.index(before))
+    mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES))
     return z, stage, phase
 
 
