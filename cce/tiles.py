@@ -43,6 +43,8 @@ FILTER_TILE = (128, 128)
 INTERPRETER_FILTER_TILE = (16, 32)
 
 MULTIPROCESSORS = 132
+# Up to this hidden size a program on Hopper keeps its tokens in shared memory; the narrower tile leaves room for two.
+KEPT_HIDDEN = 256
 PARTIALS_BYTES = 4 * 2**20  # at most, of the forward pass' sums over parts of the vocabulary
 # What starting a program's next item costs, in tiles of logits: reading per-token numbers, filling the pipeline.
 ITEM_OVERHEAD = 0.25
@@ -63,14 +65,14 @@ def filter_tile(arch: Architecture) -> tuple[int, int]:
     return INTERPRETER_FILTER_TILE if arch == "interpreter" else FILTER_TILE
 
 
-def logits_tile(dtype: torch.dtype, arch: Architecture) -> Tile:
+def logits_tile(dtype: torch.dtype, hidden: int, arch: Architecture) -> Tile:
     """Tile of tokens x classes for the kernels that make logits; columns are once or twice those of the filter's tile."""
     if arch == "interpreter":
         return Tile(*INTERPRETER_FILTER_TILE, 16, group=2)
     if dtype == torch.float32:
         return Tile(128, 128, 32, warps=8, stages=2)
     if arch == "hopper":
-        return Tile(128, 256, 64, stages=4)
+        return Tile(128, 128 if hidden <= KEPT_HIDDEN else 256, 64)
     return Tile(128, 128, 64, warps=4, stages=3)
 
 

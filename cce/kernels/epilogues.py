@@ -39,22 +39,6 @@ def add_bias(z, Bias, offs_v, V, HAS_BIAS: tl.constexpr):
 
 
 @triton.jit
-def rest_logits(z, Target, code, offs_n, offs_v, v0, V, BLOCK_V: tl.constexpr):
-    """z with -inf for the tokens' targets and for classes past V; writes the targets' logits to Target [N].
-
-    Elements are compared with columns only in tiles that hold a target, and in the last.
-    """
-    here = (code >= v0) & (code < v0 + BLOCK_V)
-    if tl.max(here.to(tl.int32), 0) != 0:
-        own = offs_v[None, :] == code[:, None]
-        tl.store(Target + offs_n, tl.max(tl.where(own, z, -float("inf")), 1), mask=here)
-        z = tl.where(own, -float("inf"), z)
-    if v0 + BLOCK_V > V:
-        z = tl.where(offs_v[None, :] < V, z, -float("inf"))
-    return z
-
-
-@triton.jit
 def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The left and the right half of a tile, in registers."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
@@ -70,7 +54,8 @@ def rounded_up(x):
 # tile's sum grows LARGE. That is as safe, and an element costs one multiply-add, one exp2 and one add.
 # The target's own logit is left out of the sum, so that the loss can be formed as log1p(sum exp(z_v - z_target)); it is
 # written apart, from the same accumulators: tensor cores cut off low bits of a sum, which shifts all logits of a token alike
-# and cancels in the difference.
+# and cancels in the difference. Elements are compared with columns only in tiles that hold a target, and in the last: one
+# branch for both, whose store keeps the compiler from doing its comparisons always.
 # NEED_TOTAL: total gets the sum of the logits. NEED_MAXIMA: TileMaxima gets, per token and filter tile, the largest logit that
 # is not the target's, rounded up.
 @triton.jit
@@ -85,7 +70,11 @@ def add_exponentials(
         z = softcap * tanh(z / softcap)
     if NEED_TOTAL:
         total += tl.sum(tl.where((offs_v < V)[None, :], z, 0.0), 1)
-    z = rest_logits(z, Target, code, offs_n, offs_v, v0, V, BLOCK_V)
+    here = (code >= v0) & (code < v0 + BLOCK_V)
+    if (tl.max(here.to(tl.int32), 0) != 0) | (v0 + BLOCK_V > V):
+        own = offs_v[None, :] == code[:, None]
+        tl.store(Target + offs_n, tl.max(tl.where(own, z, -float("inf")), 1), mask=here)
+        z = tl.where(own | (offs_v >= V)[None, :], -float("inf"), z)
     s = tl.sum(tl.exp2(z * LOG2E - reference[:, None]), 1)
     if tl.max(s, 0) > LARGE:
         moved = tl.maximum(reference, tl.max(z, 1) * LOG2E)
@@ -113,8 +102,8 @@ def starting_reference(Reference, offs_n, in_n):
 
 
 # As add_exponentials, and w = 2^(z log2e - reference) is kept, 0 for the target. The reference of a token starts at its
-# target's logit, so it is the same in all tiles unless a logit lies FAR above it. Where a tile's reference ended up is written
-# to TileReference [tiles, n]. With a softcap w carries the cap's slope, the sum does not.
+# target's logit, so it is the same in all tiles unless a logit lies FAR above it: then it moves there. Where a tile's reference
+# ended up is written to TileReference [tiles, n]. With a softcap w carries the cap's slope, the sum does not.
 @triton.jit
 def kept_exponentials(
     z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V, softcap,
@@ -123,18 +112,22 @@ def kept_exponentials(
     """(w [BLOCK_N, BLOCK_V], reference, exp_sum)."""
     z = add_bias(z, Bias, offs_v, V, HAS_BIAS)
     if HAS_SOFTCAP:
-        t = tanh(z / softcap)
-        z = softcap * t
-    z = rest_logits(z, Target, code, offs_n, offs_v, v0, V, BLOCK_V)
-    top = tl.max(z, 1) * LOG2E
-    if tl.max(top - reference, 0) > FAR:
-        moved = tl.maximum(reference, top)
+        z = softcap * tanh(z / softcap)
+    here = (code >= v0) & (code < v0 + BLOCK_V)
+    seldom = here | (tl.max(z, 1) * LOG2E - reference > FAR)
+    if (tl.max(seldom.to(tl.int32), 0) != 0) | (v0 + BLOCK_V > V):
+        own = offs_v[None, :] == code[:, None]
+        tl.store(Target + offs_n, tl.max(tl.where(own, z, -float("inf")), 1), mask=here)
+        z = tl.where(own | (offs_v >= V)[None, :], -float("inf"), z)
+        top = tl.max(z, 1) * LOG2E
+        moved = tl.where(top - reference > FAR, top, reference)
         exp_sum *= tl.exp2(reference - moved)
         reference = moved
     w = tl.exp2(z * LOG2E - reference[:, None])
     exp_sum += tl.sum(w, 1)
     tl.store(TileReference + tl.cast(tile_v, tl.int64) * N + offs_n, reference, mask=in_n)
     if HAS_SOFTCAP:
+        t = tl.where(w == 0, 0.0, z / softcap)  # where w is 0, z may be -inf
         w *= 1 - t * t
     return w, reference, exp_sum
 
@@ -152,9 +145,9 @@ def logit_gradients(
     active = code != _IGNORED
     z = add_bias(z, Bias, offs_v, V, HAS_BIAS)
     if HAS_SOFTCAP:
-        t = tanh(z / softcap)
-        z = softcap * t
-    lse2 = tl.load(Lse + offs_n, mask=in_n, other=0.0) * LOG2E
+        z = softcap * tanh(z / softcap)
+    # An ignored token's lse is 0, not its own: exp2 might overflow there, and inf * 0 is nan.
+    lse2 = tl.where(active, tl.load(Lse + offs_n, mask=in_n, other=0.0) * LOG2E, float("inf"))
     g = tl.exp2(z * LOG2E - lse2[:, None])
     # What needs to be compared with the target's column is done only where a target lies in the tile.
     here = (code >= v0) & (code < v0 + BLOCK_V)
@@ -174,8 +167,6 @@ def logit_gradients(
     else:
         g = g * dloss[:, None]
     if HAS_SOFTCAP:
+        t = z / softcap
         g *= 1 - t * t
-    # An ignored token's lse is 0, not its own: exp2 may have overflown there, and inf * 0 is nan.
-    if tl.min(code, 0) == _IGNORED:
-        g = tl.where(active[:, None], g, 0.0)
     return g

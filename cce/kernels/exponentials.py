@@ -149,7 +149,7 @@ def exponentials(
     classes, n]: fp32 scratch.
     """
     (n, D), V, arch = e_nD.shape, c_VD.shape[0], architecture(e_nD.device, e_nD.dtype)
-    tile = logits_tile(e_nD.dtype, arch)
+    tile = logits_tile(e_nD.dtype, D, arch)
     splits, tiles_v = parts.shape[0], triton.cdiv(V, tile.columns)
     arguments = (
         bias_V, codes_n, reference_n, target_n, parts, tile_references, n, V, softcap or 1.0, splits,

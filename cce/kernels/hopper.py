@@ -34,21 +34,23 @@ from cce.kernels.epilogues import (
 from cce.kernels.launch import Launches
 from cce.kernels.logits import grouped
 from cce.targets import IGNORED
+from cce.tiles import KEPT_HIDDEN, logits_tile
 
 _IGNORED = gl.constexpr(IGNORED)
 TOKENS = gl.constexpr(128)
 ROWS = gl.constexpr(64)  # tokens of a group of warps
-CLASSES = gl.constexpr(256)
 DEPTH = gl.constexpr(64)  # hidden entries of a step
-STAGES = gl.constexpr(4)
 STORED = gl.constexpr(64)  # classes of a block that is stored at a time
-KEPT_HIDDEN = 256
 GROUP = gl.constexpr(16)
-LOGITS = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16]))
+
+
+@gluon.constexpr_function
+def _logits_layout(classes):
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, classes, 16])
 
 
 @gluon.jit
-def _item(item, Codes, N, V, splits):
+def _item(item, Codes, N, V, splits, CLASSES: gl.constexpr):
     """(first token, split, first tile of classes, one past the last, whether any token is not ignored)."""
     tile_n, split = grouped(item, gl.cdiv(N, TOKENS), splits, GROUP)
     tiles_v = gl.cdiv(V, CLASSES)
@@ -62,19 +64,22 @@ def _item(item, Codes, N, V, splits):
 
 @gluon.jit
 def _shared(E, C, STEPS: gl.constexpr, KEEP: gl.constexpr):
-    """Buffers and barriers: (e tiles, c tiles, full, empty, e's full, e's empty)."""
+    """Buffers and barriers: (e tiles, c tiles, full, empty, e's full, e's empty, lag)."""
+    STAGES: gl.constexpr = 8 if KEEP else 4
     e_tiles = gl.allocate_shared_memory(E.dtype, [2 * (STEPS if KEEP else STAGES), ROWS, DEPTH], E.layout)
-    c_tiles = gl.allocate_shared_memory(C.dtype, [STAGES, CLASSES, DEPTH], C.layout)
+    c_tiles = gl.allocate_shared_memory(C.dtype, [STAGES] + C.block_type.shape, C.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     e_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     e_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    lag = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     mbarrier.init(e_full, count=1)
     mbarrier.init(e_empty, count=2)
-    return e_tiles, c_tiles, full, empty, e_full, e_empty
+    mbarrier.init(lag, count=1)
+    return e_tiles, c_tiles, full, empty, e_full, e_empty, lag
 
 
 @gluon.jit
@@ -85,10 +90,12 @@ def _produce(
 
     SKIP: the consumers leave items out whose tokens are all ignored.
     """
-    e_tiles, c_tiles, full, empty, e_full, e_empty = shared
+    e_tiles, c_tiles, full, empty, e_full, e_empty, lag = shared
+    STAGES: gl.constexpr = c_tiles.type.shape[0]
+    CLASSES: gl.constexpr = c_tiles.type.shape[1]
     stage, phase, e_phase = 0, 1, 1  # nothing has been read: the phase before the first counts as complete
     for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
-        n0, _, first, last, busy = _item(item, Codes, N, V, splits)
+        n0, _, first, last, busy = _item(item, Codes, N, V, splits, CLASSES)
         if SKIP and not busy:
             last = first
         if KEEP:
@@ -118,23 +125,35 @@ def _produce(
 
 
 @gluon.jit
-def _logits(shared, stage, phase, half: gl.constexpr, STEPS: gl.constexpr, KEEP: gl.constexpr):
-    """(e_n . c_v of a group's tokens [ROWS, CLASSES], stage, phase after it)."""
-    e_tiles, c_tiles, full, empty, _, _ = shared
-    z = gl.zeros([ROWS, CLASSES], gl.float32, LOGITS)
+def _logits(shared, tiles, stage, phase, half: gl.constexpr, STEPS: gl.constexpr, KEEP: gl.constexpr):
+    """(e_n . c_v of a group's tokens [ROWS, CLASSES]; tiles made, stage, phase after it).
+
+    The second group starts LAG steps after the first.
+    """
+    e_tiles, c_tiles, full, empty, e_full, e_empty, lag = shared
+    STAGES: gl.constexpr = c_tiles.type.shape[0]
+    CLASSES: gl.constexpr = c_tiles.type.shape[1]
+    LAG: gl.constexpr = min(STEPS, STAGES - 1)
+    z = gl.zeros([ROWS, CLASSES], gl.float32, _logits_layout(CLASSES))
+    if half == 1:
+        if tiles == 0:
+            mbarrier.wait(lag, 0)
     for step in range(STEPS):
         mbarrier.wait(full.index(stage), phase)
         e_tile = e_tiles.index(2 * (step if KEEP else stage) + half)
         z = warpgroup_mma(e_tile, c_tiles.index(stage).permute((1, 0)), z, use_acc=step > 0, is_async=True)
         z = warpgroup_mma_wait(1, deps=(z,))
+        # The stage before is computed: a carried copy of `stage` would be taken for a constant of the loop.
         mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), pred=step > 0)
+        if half == 0:
+            mbarrier.arrive(lag, pred=(tiles == 0) & (step == LAG - 1))
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
     z = warpgroup_mma_wait(0, deps=(z,))
     mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES))
-    return z, stage, phase
+    return z, tiles + 1, stage, phase
 
 
 @gluon.jit
@@ -155,17 +174,21 @@ def _tokens_are_read(shared, some, KEEP: gl.constexpr):
 
 @gluon.jit
 def _store(Out, out_tiles, x, n0, v0, half: gl.constexpr):
-    """Round a group's tile to Out's dtype and write it, in four blocks through two buffers."""
+    """Round a group's tile to Out's dtype and write it, two blocks of STORED classes at a time."""
+    CLASSES: gl.constexpr = x.shape[1]
     left, right = halves(x, ROWS, CLASSES)
-    first, second = halves(left, ROWS, CLASSES // 2)
-    third, fourth = halves(right, ROWS, CLASSES // 2)
-    blocks = (first, second, third, fourth)
-    for i in gl.static_range(4):
-        buffer = out_tiles.index(2 * half + i % 2)
-        tma.store_wait(1)
-        buffer.store(blocks[i].to(Out.dtype))
+    if CLASSES == 2 * STORED:
+        left_tile = out_tiles.index(2 * half)
+        right_tile = out_tiles.index(2 * half + 1)
+        tma.store_wait(0)
+        left_tile.store(left.to(Out.dtype))
+        right_tile.store(right.to(Out.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(Out, [n0, v0 + i * STORED], buffer)
+        tma.async_copy_shared_to_global(Out, [n0, v0], left_tile)
+        tma.async_copy_shared_to_global(Out, [n0, v0 + STORED], right_tile)
+    else:
+        _store(Out, out_tiles, left, n0, v0, half)
+        _store(Out, out_tiles, right, n0, v0 + CLASSES // 2, half)
 
 
 @gluon.jit
@@ -174,10 +197,12 @@ def _sum_consumer(
     STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     NEED_TOTAL: gl.constexpr, NEED_MAXIMA: gl.constexpr, MAXIMA_V: gl.constexpr,
 ):  # fmt: skip
-    of_rows: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    stage, phase, e_phase = 0, 0, 0
+    CLASSES: gl.constexpr = shared[1].type.shape[1]
+    of_rows: gl.constexpr = gl.SliceLayout(1, _logits_layout(CLASSES))
+    of_columns: gl.constexpr = gl.SliceLayout(0, _logits_layout(CLASSES))
+    tiles, stage, phase, e_phase = 0, 0, 0, 0
     for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
-        n0, split, first, last, busy = _item(item, Codes, N, V, splits)
+        n0, split, first, last, busy = _item(item, Codes, N, V, splits, CLASSES)
         if not busy:
             last = first
         offs_n = n0 + half * ROWS + gl.arange(0, ROWS, layout=of_rows)
@@ -189,8 +214,8 @@ def _sum_consumer(
         e_phase = _tokens_have_come(shared, e_phase, busy, KEEP)
         for tile_v in range(first, last):
             v0 = tile_v * CLASSES
-            offs_v = v0 + gl.arange(0, CLASSES, layout=gl.SliceLayout(0, LOGITS))
-            z, stage, phase = _logits(shared, stage, phase, half, STEPS, KEEP)
+            offs_v = v0 + gl.arange(0, CLASSES, layout=of_columns)
+            z, tiles, stage, phase = _logits(shared, tiles, stage, phase, half, STEPS, KEEP)
             reference, exp_sum, total = add_exponentials(
                 z, reference, exp_sum, total, Bias, Target, TileMaxima, code, offs_n, in_n, offs_v, v0, N, V, softcap,
                 CLASSES, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V,
@@ -228,10 +253,12 @@ def _exponentials_consumer(
     shared, out_tiles, W, Bias, Codes, Reference, Target, Part, TileReference, N, V, softcap, splits, half: gl.constexpr,
     STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
-    of_rows: gl.constexpr = gl.SliceLayout(1, LOGITS)
-    stage, phase, e_phase = 0, 0, 0
+    CLASSES: gl.constexpr = shared[1].type.shape[1]
+    of_rows: gl.constexpr = gl.SliceLayout(1, _logits_layout(CLASSES))
+    of_columns: gl.constexpr = gl.SliceLayout(0, _logits_layout(CLASSES))
+    tiles, stage, phase, e_phase = 0, 0, 0, 0
     for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
-        n0, split, first, last, _ = _item(item, Codes, N, V, splits)
+        n0, split, first, last, _ = _item(item, Codes, N, V, splits, CLASSES)
         offs_n = n0 + half * ROWS + gl.arange(0, ROWS, layout=of_rows)
         in_n = offs_n < N
         code = gl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
@@ -240,8 +267,8 @@ def _exponentials_consumer(
         e_phase = _tokens_have_come(shared, e_phase, True, KEEP)
         for tile_v in range(first, last):
             v0 = tile_v * CLASSES
-            offs_v = v0 + gl.arange(0, CLASSES, layout=gl.SliceLayout(0, LOGITS))
-            z, stage, phase = _logits(shared, stage, phase, half, STEPS, KEEP)
+            offs_v = v0 + gl.arange(0, CLASSES, layout=of_columns)
+            z, tiles, stage, phase = _logits(shared, tiles, stage, phase, half, STEPS, KEEP)
             w, reference, exp_sum = kept_exponentials(
                 z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V,
                 softcap, CLASSES, HAS_BIAS, HAS_SOFTCAP,
@@ -279,19 +306,22 @@ def _gradient_consumer(
     half: gl.constexpr, STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     HAS_DLSE: gl.constexpr, HAS_SMOOTHING: gl.constexpr,
 ):  # fmt: skip
-    stage, phase, e_phase = 0, 0, 0
+    CLASSES: gl.constexpr = shared[1].type.shape[1]
+    of_rows: gl.constexpr = gl.SliceLayout(1, _logits_layout(CLASSES))
+    of_columns: gl.constexpr = gl.SliceLayout(0, _logits_layout(CLASSES))
+    tiles, stage, phase, e_phase = 0, 0, 0, 0
     for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
-        n0, _, first, last, busy = _item(item, Codes, N, width, splits)
-        offs_n = n0 + half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LOGITS))
+        n0, _, first, last, busy = _item(item, Codes, N, width, splits, CLASSES)
+        offs_n = n0 + half * ROWS + gl.arange(0, ROWS, layout=of_rows)
         in_n = offs_n < N
         code = gl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
         e_phase = _tokens_have_come(shared, e_phase, busy, KEEP)
         for tile_v in range(first, last):
             v0 = first_v + tile_v * CLASSES
-            offs_v = v0 + gl.arange(0, CLASSES, layout=gl.SliceLayout(0, LOGITS))
-            g = gl.zeros([ROWS, CLASSES], gl.float32, LOGITS)
+            offs_v = v0 + gl.arange(0, CLASSES, layout=of_columns)
+            g = gl.zeros([ROWS, CLASSES], gl.float32, _logits_layout(CLASSES))
             if busy:
-                z, stage, phase = _logits(shared, stage, phase, half, STEPS, KEEP)
+                z, tiles, stage, phase = _logits(shared, tiles, stage, phase, half, STEPS, KEEP)
                 g = logit_gradients(
                     z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, offs_v, v0, V, softcap, smoothing, uniform,
                     CLASSES, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING,
@@ -334,7 +364,8 @@ def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescript
 
 
 def _operands(e_ND: torch.Tensor, c_VD: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    return _descriptor(e_ND, ROWS.value, DEPTH.value), _descriptor(c_VD, CLASSES.value, DEPTH.value)
+    classes = logits_tile(e_ND.dtype, e_ND.shape[1], "hopper").columns
+    return _descriptor(e_ND, ROWS.value, DEPTH.value), _descriptor(c_VD, classes, DEPTH.value)
 
 
 def _walk(e_ND: torch.Tensor, splits: int) -> tuple[tuple[int], dict]:
