@@ -48,7 +48,7 @@ KEPT_HIDDEN = 256
 PARTIALS_BYTES = 4 * 2**20  # at most, of the forward pass' sums over parts of the vocabulary
 # What starting a program's next item costs, in tiles of logits: reading per-token numbers, filling the pipeline.
 ITEM_OVERHEAD = 0.25
-MOST_TILES = 32  # of an item
+MOST_TILES = 64  # of an item
 
 # A slice's gradients of the logits by default: MiB, or this many classes where they are more (narrow slices keep few
 # multiprocessors busy).

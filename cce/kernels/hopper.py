@@ -64,7 +64,7 @@ def _item(item, Codes, N, V, splits, CLASSES: gl.constexpr):
 
 @gluon.jit
 def _shared(E, C, STEPS: gl.constexpr, KEEP: gl.constexpr):
-    """Buffers and barriers: (e tiles, c tiles, full, empty, e's full, e's empty, lag)."""
+    """Buffers and barriers: (e tiles, c tiles, full, empty, e's full, e's empty)."""
     STAGES: gl.constexpr = 8 if KEEP else 4
     e_tiles = gl.allocate_shared_memory(E.dtype, [2 * (STEPS if KEEP else STAGES), ROWS, DEPTH], E.layout)
     c_tiles = gl.allocate_shared_memory(C.dtype, [STAGES] + C.block_type.shape, C.layout)
@@ -72,14 +72,12 @@ def _shared(E, C, STEPS: gl.constexpr, KEEP: gl.constexpr):
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     e_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     e_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    lag = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
     mbarrier.init(e_full, count=1)
     mbarrier.init(e_empty, count=2)
-    mbarrier.init(lag, count=1)
-    return e_tiles, c_tiles, full, empty, e_full, e_empty, lag
+    return e_tiles, c_tiles, full, empty, e_full, e_empty
 
 
 @gluon.jit
@@ -90,7 +88,7 @@ def _produce(
 
     SKIP: the consumers leave items out whose tokens are all ignored.
     """
-    e_tiles, c_tiles, full, empty, e_full, e_empty, lag = shared
+    e_tiles, c_tiles, full, empty, e_full, e_empty = shared
     STAGES: gl.constexpr = c_tiles.type.shape[0]
     CLASSES: gl.constexpr = c_tiles.type.shape[1]
     stage, phase, e_phase = 0, 1, 1  # nothing has been read: the phase before the first counts as complete
@@ -106,7 +104,10 @@ def _produce(
                     tma.async_copy_global_to_shared(E, [n0, step * DEPTH], e_full, e_tiles.index(2 * step))
                     tma.async_copy_global_to_shared(E, [n0 + ROWS, step * DEPTH], e_full, e_tiles.index(2 * step + 1))
                 e_phase ^= 1
-        for tile_v in range(first, last):
+        tiles = last
+        if KEEP and first < last:
+            tiles += 1  # the consumers begin a tile's products before the epilogue of the one before
+        for tile_v in range(first, tiles):
             v0 = first_v + tile_v * CLASSES
             for step in range(STEPS):
                 bar = full.index(stage)
@@ -125,19 +126,12 @@ def _produce(
 
 
 @gluon.jit
-def _logits(shared, tiles, stage, phase, half: gl.constexpr, STEPS: gl.constexpr, KEEP: gl.constexpr):
-    """(e_n . c_v of a group's tokens [ROWS, CLASSES]; tiles made, stage, phase after it).
-
-    The second group starts LAG steps after the first.
-    """
-    e_tiles, c_tiles, full, empty, e_full, e_empty, lag = shared
+def _logits(shared, stage, phase, half: gl.constexpr, STEPS: gl.constexpr, KEEP: gl.constexpr):
+    """(e_n . c_v of a group's tokens [ROWS, CLASSES], stage, phase after it)."""
+    e_tiles, c_tiles, full, empty, e_full, e_empty = shared
     STAGES: gl.constexpr = c_tiles.type.shape[0]
     CLASSES: gl.constexpr = c_tiles.type.shape[1]
-    LAG: gl.constexpr = min(STEPS, STAGES - 1)
     z = gl.zeros([ROWS, CLASSES], gl.float32, _logits_layout(CLASSES))
-    if half == 1:
-        if tiles == 0:
-            mbarrier.wait(lag, 0)
     for step in range(STEPS):
         mbarrier.wait(full.index(stage), phase)
         e_tile = e_tiles.index(2 * (step if KEEP else stage) + half)
@@ -145,15 +139,42 @@ def _logits(shared, tiles, stage, phase, half: gl.constexpr, STEPS: gl.constexpr
         z = warpgroup_mma_wait(1, deps=(z,))
         # The stage before is computed: a carried copy of `stage` would be taken for a constant of the loop.
         mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), pred=step > 0)
-        if half == 0:
-            mbarrier.arrive(lag, pred=(tiles == 0) & (step == LAG - 1))
         stage += 1
         if stage == STAGES:
             stage = 0
             phase ^= 1
     z = warpgroup_mma_wait(0, deps=(z,))
     mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES))
-    return z, tiles + 1, stage, phase
+    return z, stage, phase
+
+
+@gluon.jit
+def _begin(shared, stage, phase, half: gl.constexpr, STEPS: gl.constexpr):
+    """As _logits where tokens are kept, but the products are under way: _end waits for them."""
+    e_tiles, c_tiles, full, empty, e_full, e_empty = shared
+    STAGES: gl.constexpr = c_tiles.type.shape[0]
+    CLASSES: gl.constexpr = c_tiles.type.shape[1]
+    z = gl.zeros([ROWS, CLASSES], gl.float32, _logits_layout(CLASSES))
+    for step in gl.static_range(STEPS):
+        mbarrier.wait(full.index(stage), phase)
+        e_tile = e_tiles.index(2 * step + half)
+        z = warpgroup_mma(e_tile, c_tiles.index(stage).permute((1, 0)), z, use_acc=step > 0, is_async=True)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    return z, stage, phase
+
+
+@gluon.jit
+def _end(shared, z, stage, STEPS: gl.constexpr):
+    """z [ROWS, CLASSES]; stage: that after its last step."""
+    empty = shared[3]
+    STAGES: gl.constexpr = shared[1].type.shape[0]
+    z = warpgroup_mma_wait(0, deps=(z,))
+    for step in gl.static_range(STEPS):
+        mbarrier.arrive(empty.index((stage + STAGES - STEPS + step) % STAGES))
+    return z
 
 
 @gluon.jit
@@ -200,7 +221,7 @@ def _sum_consumer(
     CLASSES: gl.constexpr = shared[1].type.shape[1]
     of_rows: gl.constexpr = gl.SliceLayout(1, _logits_layout(CLASSES))
     of_columns: gl.constexpr = gl.SliceLayout(0, _logits_layout(CLASSES))
-    tiles, stage, phase, e_phase = 0, 0, 0, 0
+    stage, phase, e_phase = 0, 0, 0
     for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
         n0, split, first, last, busy = _item(item, Codes, N, V, splits, CLASSES)
         if not busy:
@@ -212,14 +233,23 @@ def _sum_consumer(
         exp_sum = gl.full([ROWS], 0.0, gl.float32, of_rows)
         total = gl.full([ROWS], 0.0, gl.float32, of_rows)
         e_phase = _tokens_have_come(shared, e_phase, busy, KEEP)
+        if KEEP:
+            z = gl.zeros([ROWS, CLASSES], gl.float32, _logits_layout(CLASSES))
+            if busy:
+                z, stage, phase = _logits(shared, stage, phase, half, STEPS, KEEP)
         for tile_v in range(first, last):
             v0 = tile_v * CLASSES
             offs_v = v0 + gl.arange(0, CLASSES, layout=of_columns)
-            z, tiles, stage, phase = _logits(shared, tiles, stage, phase, half, STEPS, KEEP)
+            if KEEP:
+                following, stage, phase = _begin(shared, stage, phase, half, STEPS)
+            else:
+                z, stage, phase = _logits(shared, stage, phase, half, STEPS, KEEP)
             reference, exp_sum, total = add_exponentials(
                 z, reference, exp_sum, total, Bias, Target, TileMaxima, code, offs_n, in_n, offs_v, v0, N, V, softcap,
                 CLASSES, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V,
             )  # fmt: skip
+            if KEEP:
+                z = _end(shared, following, stage, STEPS)
         _tokens_are_read(shared, busy, KEEP)
         out = split.to(gl.int64) * N + offs_n
         gl.store(Part + out, reference + gl.log2(exp_sum), mask=in_n)
@@ -256,7 +286,7 @@ def _exponentials_consumer(
     CLASSES: gl.constexpr = shared[1].type.shape[1]
     of_rows: gl.constexpr = gl.SliceLayout(1, _logits_layout(CLASSES))
     of_columns: gl.constexpr = gl.SliceLayout(0, _logits_layout(CLASSES))
-    tiles, stage, phase, e_phase = 0, 0, 0, 0
+    stage, phase, e_phase = 0, 0, 0
     for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
         n0, split, first, last, _ = _item(item, Codes, N, V, splits, CLASSES)
         offs_n = n0 + half * ROWS + gl.arange(0, ROWS, layout=of_rows)
@@ -265,15 +295,22 @@ def _exponentials_consumer(
         reference = starting_reference(Reference, offs_n, in_n)
         exp_sum = gl.full([ROWS], 0.0, gl.float32, of_rows)
         e_phase = _tokens_have_come(shared, e_phase, True, KEEP)
+        if KEEP:
+            z, stage, phase = _logits(shared, stage, phase, half, STEPS, KEEP)
         for tile_v in range(first, last):
             v0 = tile_v * CLASSES
             offs_v = v0 + gl.arange(0, CLASSES, layout=of_columns)
-            z, tiles, stage, phase = _logits(shared, tiles, stage, phase, half, STEPS, KEEP)
+            if KEEP:
+                following, stage, phase = _begin(shared, stage, phase, half, STEPS)
+            else:
+                z, stage, phase = _logits(shared, stage, phase, half, STEPS, KEEP)
             w, reference, exp_sum = kept_exponentials(
                 z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V,
                 softcap, CLASSES, HAS_BIAS, HAS_SOFTCAP,
             )  # fmt: skip
             _store(W, out_tiles, w, n0 + half * ROWS, v0, half)
+            if KEEP:
+                z = _end(shared, following, stage, STEPS)
         _tokens_are_read(shared, True, KEEP)
         gl.store(Part + split.to(gl.int64) * N + offs_n, reference + gl.log2(exp_sum), mask=in_n)
     tma.store_wait(0)
@@ -309,25 +346,30 @@ def _gradient_consumer(
     CLASSES: gl.constexpr = shared[1].type.shape[1]
     of_rows: gl.constexpr = gl.SliceLayout(1, _logits_layout(CLASSES))
     of_columns: gl.constexpr = gl.SliceLayout(0, _logits_layout(CLASSES))
-    tiles, stage, phase, e_phase = 0, 0, 0, 0
+    stage, phase, e_phase = 0, 0, 0
     for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
-        n0, _, first, last, busy = _item(item, Codes, N, width, splits, CLASSES)
+        n0, _, first, last, _ = _item(item, Codes, N, width, splits, CLASSES)
         offs_n = n0 + half * ROWS + gl.arange(0, ROWS, layout=of_rows)
         in_n = offs_n < N
         code = gl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
-        e_phase = _tokens_have_come(shared, e_phase, busy, KEEP)
+        e_phase = _tokens_have_come(shared, e_phase, True, KEEP)
+        if KEEP:
+            z, stage, phase = _logits(shared, stage, phase, half, STEPS, KEEP)
         for tile_v in range(first, last):
             v0 = first_v + tile_v * CLASSES
             offs_v = v0 + gl.arange(0, CLASSES, layout=of_columns)
-            g = gl.zeros([ROWS, CLASSES], gl.float32, _logits_layout(CLASSES))
-            if busy:
-                z, tiles, stage, phase = _logits(shared, tiles, stage, phase, half, STEPS, KEEP)
-                g = logit_gradients(
-                    z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, offs_v, v0, V, softcap, smoothing, uniform,
-                    CLASSES, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING,
-                )  # fmt: skip
+            if KEEP:
+                following, stage, phase = _begin(shared, stage, phase, half, STEPS)
+            else:
+                z, stage, phase = _logits(shared, stage, phase, half, STEPS, KEEP)
+            g = logit_gradients(
+                z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, offs_v, v0, V, softcap, smoothing, uniform,
+                CLASSES, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING,
+            )  # fmt: skip
             _store(G, out_tiles, g, n0 + half * ROWS, tile_v * CLASSES, half)
-        _tokens_are_read(shared, busy, KEEP)
+            if KEEP:
+                z = _end(shared, following, stage, STEPS)
+        _tokens_are_read(shared, True, KEEP)
     tma.store_wait(0)
 
 
@@ -348,7 +390,7 @@ def _logit_gradient_kernel(
             (_gradient_consumer, (shared, out_tiles, G, Bias, Codes, Lse, Expm1, Dloss, Dlse, N, V, first_v, width,
                                   softcap, smoothing, uniform, splits, 1, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE,
                                   HAS_SMOOTHING)),
-            (_produce, (E, C, shared, Codes, N, width, first_v, splits, STEPS, KEEP, True)),
+            (_produce, (E, C, shared, Codes, N, width, first_v, splits, STEPS, KEEP, False)),
         ],
         [4, 1],
         [232, 40],
