@@ -96,17 +96,23 @@ def add_exponentials(
 
 
 @triton.jit
+def store_reference(TileReference, reference, tile_v, offs_n, in_n, N):
+    """Where the reference of a tile's w ended up: TileReference [tiles, n]. After w is stored: a store's fence waits for others."""
+    tl.store(TileReference + tl.cast(tile_v, tl.int64) * N + offs_n, reference, mask=in_n)
+
+
+@triton.jit
 def starting_reference(Reference, offs_n, in_n):
     """Of kept_exponentials, from the targets' logits, in powers of two; a target may lie at -inf."""
     return tl.maximum(tl.load(Reference + offs_n, mask=in_n, other=0.0) * LOG2E, LOWEST)
 
 
 # As add_exponentials, and w = 2^(z log2e - reference) is kept, 0 for the target. The reference of a token starts at its
-# target's logit, so it is the same in all tiles unless a logit lies FAR above it: then it moves there. Where a tile's reference
-# ended up is written to TileReference [tiles, n]. With a softcap w carries the cap's slope, the sum does not.
+# target's logit, so it is the same in all tiles unless a logit lies FAR above it: then it moves there. With a softcap w carries
+# the cap's slope, the sum does not.
 @triton.jit
 def kept_exponentials(
-    z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V, softcap,
+    z, reference, exp_sum, Bias, Target, code, offs_n, offs_v, v0, V, softcap,
     BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """(w [BLOCK_N, BLOCK_V], reference, exp_sum)."""
@@ -125,7 +131,6 @@ def kept_exponentials(
         reference = moved
     w = tl.exp2(z * LOG2E - reference[:, None])
     exp_sum += tl.sum(w, 1)
-    tl.store(TileReference + tl.cast(tile_v, tl.int64) * N + offs_n, reference, mask=in_n)
     if HAS_SOFTCAP:
         t = tl.where(w == 0, 0.0, z / softcap)  # where w is 0, z may be -inf
         w *= 1 - t * t

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from cce.kernels import hopper
-from cce.kernels.epilogues import LN2, LOG2E, LOWEST, kept_exponentials, starting_reference
+from cce.kernels.epilogues import LN2, LOG2E, LOWEST, kept_exponentials, starting_reference, store_reference
 from cce.kernels.launch import Launches
 from cce.kernels.logits import (
     descriptor,
@@ -40,10 +40,11 @@ def _exponentials_kernel(
         v0 = tile_v * BLOCK_V
         z = raw_logits(E, C, n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
         w, reference, exp_sum = kept_exponentials(
-            z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), tile_v,
-            v0, N, V, softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP,
+            z, reference, exp_sum, Bias, Target, code, offs_n, v0 + tl.arange(0, BLOCK_V), v0, V, softcap, BLOCK_V,
+            HAS_BIAS, HAS_SOFTCAP,
         )  # fmt: skip
         store_tile(W, w, n0, v0, BLOCK_N, BLOCK_V)
+        store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
     tl.store(Part + tl.cast(split, tl.int64) * N + offs_n, reference + tl.log2(exp_sum), mask=in_n)
 
 

@@ -30,6 +30,7 @@ from cce.kernels.epilogues import (
     kept_exponentials,
     logit_gradients,
     starting_reference,
+    store_reference,
 )
 from cce.kernels.launch import Launches
 from cce.kernels.logits import grouped
@@ -305,10 +306,11 @@ def _exponentials_consumer(
             else:
                 z, stage, phase = _logits(shared, stage, phase, half, STEPS, KEEP)
             w, reference, exp_sum = kept_exponentials(
-                z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V,
-                softcap, CLASSES, HAS_BIAS, HAS_SOFTCAP,
+                z, reference, exp_sum, Bias, Target, code, offs_n, offs_v, v0, V, softcap, CLASSES, HAS_BIAS,
+                HAS_SOFTCAP,
             )  # fmt: skip
             _store(W, out_tiles, w, n0 + half * ROWS, v0, half)
+            store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
             if KEEP:
                 z = _end(shared, following, stage, STEPS)
         _tokens_are_read(shared, True, KEEP)
