@@ -88,8 +88,8 @@ def slices(
 
 def one_pass_splits(chunk: int, vocabulary: int, hidden: int, arch: Architecture) -> int:
     """Splits of the vocabulary in one pass: each program walks one split for one tile of a chunk's tokens."""
-    tile = logits_tile(torch.bfloat16, hidden, arch)
-    return vocabulary_splits(math.ceil(chunk / tile.rows), math.ceil(vocabulary / tile.columns), arch)
+    tile = logits_tile(torch.bfloat16, hidden, arch, stored=True)
+    return vocabulary_splits(chunk, vocabulary, tile, arch)
 
 
 def one_pass_bytes(
@@ -98,7 +98,7 @@ def one_pass_bytes(
     """Workspace. Of dC's sum: its fp32 copy, or rounding errors and the block that the products go through. Of a chunk: its
     exponentials (in dC's own memory while the sum is in fp32, where they fit), their references, partial sums, dE in fp32 and
     scaled e, which are gone before the sums of targets' entries come (a number per 16 of e). Of every token: sixteen numbers."""
-    references = math.ceil(vocabulary / logits_tile(torch.bfloat16, hidden, arch).columns)
+    references = math.ceil(vocabulary / logits_tile(torch.bfloat16, hidden, arch, stored=True).columns)
     splits = one_pass_splits(chunk, vocabulary, hidden, arch)
     exponentials = chunk * 2 * (vocabulary + 7)
     of_c = 0
@@ -122,7 +122,7 @@ def one_pass_chunk(
 ) -> tuple[int, Accumulation] | None:
     """(tokens of a chunk, how dC's sum is kept) if one pass fits the workspace and is expected to be faster than slices."""
     workspace = default_workspace_mib(tokens, hidden, accumulation) if workspace_mib is None else workspace_mib
-    step = logits_tile(torch.bfloat16, hidden, arch).rows
+    step = logits_tile(torch.bfloat16, hidden, arch, stored=True).rows
     token_tiles = math.ceil(tokens / step)
 
     def most_tiles(kept: Accumulation) -> int:

@@ -34,6 +34,7 @@ class Tile:
     warps: int = 4
     stages: int = 3
     group: int = 16  # rows of tiles that are walked together, so that their operands stay in L2
+    start: float = 0.25  # what a program's next item costs beside its tiles, in tiles
 
 
 DESCRIPTOR_BYTES = 16  # a descriptor's base and rows lie at multiples of this
@@ -43,11 +44,9 @@ FILTER_TILE = (128, 128)
 INTERPRETER_FILTER_TILE = (16, 32)
 
 MULTIPROCESSORS = 132
-# Up to this hidden size a program on Hopper keeps its tokens in shared memory; the narrower tile leaves room for two.
+# Up to this hidden size a program on Hopper keeps its tokens' rows in shared memory.
 KEPT_HIDDEN = 256
 PARTIALS_BYTES = 4 * 2**20  # at most, of the forward pass' sums over parts of the vocabulary
-# What starting a program's next item costs, in tiles of logits: reading per-token numbers, filling the pipeline.
-ITEM_OVERHEAD = 0.25
 MOST_TILES = 64  # of an item
 
 # A slice's gradients of the logits by default: MiB, or this many classes where they are more (narrow slices keep few
@@ -60,32 +59,36 @@ BIAS_PARTS_BYTES = 4 * MIB  # at most, of the sums over tiles of tokens that bec
 KAHAN_BLOCK_BYTES = 16 * MIB
 
 
-
 def filter_tile(arch: Architecture) -> tuple[int, int]:
     return INTERPRETER_FILTER_TILE if arch == "interpreter" else FILTER_TILE
 
 
-def logits_tile(dtype: torch.dtype, hidden: int, arch: Architecture) -> Tile:
-    """Tile of tokens x classes for the kernels that make logits; columns are once or twice those of the filter's tile."""
+def logits_tile(dtype: torch.dtype, hidden: int, arch: Architecture, stored: bool) -> Tile:
+    """Tile of tokens x classes for the kernels that make logits; columns are once or twice those of the filter's tile.
+
+    stored: the kernel writes a number per logit.
+    """
     if arch == "interpreter":
         return Tile(*INTERPRETER_FILTER_TILE, 16, group=2)
     if dtype == torch.float32:
         return Tile(128, 128, 32, warps=8, stages=2)
     if arch == "hopper":
-        return Tile(128, 128 if hidden <= KEPT_HIDDEN else 256, 64)
+        narrow = stored and hidden <= KEPT_HIDDEN
+        return Tile(128, 128, 64, start=1.25) if narrow else Tile(128, 256, 64)
     return Tile(128, 128, 64, warps=4, stages=3)
 
 
-def vocabulary_splits(token_tiles: int, class_tiles: int, arch: Architecture, most: int | None = None) -> int:
+def vocabulary_splits(tokens: int, vocabulary: int, tile: Tile, arch: Architecture, most: int | None = None) -> int:
     """Splits of the vocabulary, at most `most`: programs walk items of one split for one tile of tokens, and all should end
     at the same time."""
+    token_tiles, class_tiles = math.ceil(tokens / tile.rows), math.ceil(vocabulary / tile.columns)
     programs = 4 if arch == "interpreter" else MULTIPROCESSORS
     least = 1 if most is None else math.ceil(class_tiles / max(1, most))
 
     fewest, best = math.inf, 1
     for tiles in range(least, max(least, min(class_tiles, MOST_TILES)) + 1):
         items = token_tiles * math.ceil(class_tiles / tiles)
-        busiest = math.ceil(items / programs) * (tiles + ITEM_OVERHEAD)  # in tiles, of the program that has most to do
+        busiest = math.ceil(items / programs) * (tiles + tile.start)  # in tiles, of the program that has most to do
         if busiest < fewest:
             fewest, best = busiest, tiles
     return math.ceil(class_tiles / best)

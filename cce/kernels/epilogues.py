@@ -112,21 +112,25 @@ def starting_reference(Reference, offs_n, in_n):
 # the cap's slope, the sum does not.
 @triton.jit
 def kept_exponentials(
-    z, reference, exp_sum, Bias, Target, code, offs_n, offs_v, v0, V, softcap,
+    z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V, softcap,
     BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """(w [BLOCK_N, BLOCK_V], reference, exp_sum)."""
     z = add_bias(z, Bias, offs_v, V, HAS_BIAS)
     if HAS_SOFTCAP:
         z = softcap * tanh(z / softcap)
+    if v0 + BLOCK_V > V:
+        # A store keeps the compiler from making selections of the branch, for every tile.
+        store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
+        z = tl.where((offs_v < V)[None, :], z, -float("inf"))
     here = (code >= v0) & (code < v0 + BLOCK_V)
-    seldom = here | (tl.max(z, 1) * LOG2E - reference > FAR)
-    if (tl.max(seldom.to(tl.int32), 0) != 0) | (v0 + BLOCK_V > V):
+    top = tl.max(z, 1) * LOG2E
+    far = top - reference > FAR
+    if tl.max((here | far).to(tl.int32), 0) != 0:
         own = offs_v[None, :] == code[:, None]
         tl.store(Target + offs_n, tl.max(tl.where(own, z, -float("inf")), 1), mask=here)
-        z = tl.where(own | (offs_v >= V)[None, :], -float("inf"), z)
-        top = tl.max(z, 1) * LOG2E
-        moved = tl.where(top - reference > FAR, top, reference)
+        z = tl.where(own, -float("inf"), z)
+        moved = tl.where(far, top, reference)
         exp_sum *= tl.exp2(reference - moved)
         reference = moved
     w = tl.exp2(z * LOG2E - reference[:, None])

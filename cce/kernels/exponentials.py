@@ -40,8 +40,8 @@ def _exponentials_kernel(
         v0 = tile_v * BLOCK_V
         z = raw_logits(E, C, n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
         w, reference, exp_sum = kept_exponentials(
-            z, reference, exp_sum, Bias, Target, code, offs_n, v0 + tl.arange(0, BLOCK_V), v0, V, softcap, BLOCK_V,
-            HAS_BIAS, HAS_SOFTCAP,
+            z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), tile_v,
+            v0, N, V, softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP,
         )  # fmt: skip
         store_tile(W, w, n0, v0, BLOCK_N, BLOCK_V)
         store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
@@ -150,7 +150,7 @@ def exponentials(
     classes, n]: fp32 scratch.
     """
     (n, D), V, arch = e_nD.shape, c_VD.shape[0], architecture(e_nD.device, e_nD.dtype)
-    tile = logits_tile(e_nD.dtype, D, arch)
+    tile = logits_tile(e_nD.dtype, D, arch, stored=True)
     splits, tiles_v = parts.shape[0], triton.cdiv(V, tile.columns)
     arguments = (
         bias_V, codes_n, reference_n, target_n, parts, tile_references, n, V, softcap or 1.0, splits,

@@ -78,11 +78,11 @@ def logit_gradient(
         HAS_SMOOTHING=smoothing > 0,
     )  # fmt: skip
     if arch == "hopper" and bias_parts is None and kept is None:
-        tile = logits_tile(e_ND.dtype, D, arch)
-        splits = vocabulary_splits(triton.cdiv(N, tile.rows), triton.cdiv(width, tile.columns), arch)
+        tile = logits_tile(e_ND.dtype, D, arch, stored=True)
+        splits = vocabulary_splits(N, width, tile, arch)
         hopper.logit_gradient(e_ND, c_VD, g_Nw, (*arguments, N, V, v0, width, *numbers, splits), flags)
         return
-    tile = logits_tile(e_ND.dtype, D, "other" if arch == "hopper" else arch)
+    tile = logits_tile(e_ND.dtype, D, "other" if arch == "hopper" else arch, stored=True)
     _logit_gradient_kernel[(triton.cdiv(N, tile.rows) * triton.cdiv(width, tile.columns),)](
         descriptor(e_ND, tile.rows, tile.depth), descriptor(c_VD, tile.columns, tile.depth),
         None if g_Nw is None else descriptor(g_Nw, tile.rows, stored_columns(tile.columns)),
@@ -97,4 +97,6 @@ def logit_gradient(
 def tiles_of_tokens(e_ND: torch.Tensor) -> int:
     """Rows of bias_parts."""
     arch = architecture(e_ND.device, e_ND.dtype)
-    return triton.cdiv(e_ND.shape[0], logits_tile(e_ND.dtype, e_ND.shape[1], "other" if arch == "hopper" else arch).rows)
+    return triton.cdiv(
+        e_ND.shape[0], logits_tile(e_ND.dtype, e_ND.shape[1], "other" if arch == "hopper" else arch, stored=True).rows
+    )

@@ -66,7 +66,7 @@ def _item(item, Codes, N, V, splits, CLASSES: gl.constexpr):
 @gluon.jit
 def _shared(E, C, STEPS: gl.constexpr, KEEP: gl.constexpr):
     """Buffers and barriers: (e tiles, c tiles, full, empty, e's full, e's empty)."""
-    STAGES: gl.constexpr = 8 if KEEP else 4
+    STAGES: gl.constexpr = 1024 // C.block_type.shape[0]
     e_tiles = gl.allocate_shared_memory(E.dtype, [2 * (STEPS if KEEP else STAGES), ROWS, DEPTH], E.layout)
     c_tiles = gl.allocate_shared_memory(C.dtype, [STAGES] + C.block_type.shape, C.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -83,11 +83,23 @@ def _shared(E, C, STEPS: gl.constexpr, KEEP: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    E, C, shared, Codes, N, V, first_v, splits, STEPS: gl.constexpr, KEEP: gl.constexpr, SKIP: gl.constexpr
+    E,
+    C,
+    shared,
+    Codes,
+    N,
+    V,
+    first_v,
+    splits,
+    STEPS: gl.constexpr,
+    KEEP: gl.constexpr,
+    SKIP: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
     """The operands of every step of every tile of every item, in the order in which they are consumed.
 
-    SKIP: the consumers leave items out whose tokens are all ignored.
+    SKIP: the consumers leave items out whose tokens are all ignored. AHEAD: they begin with a tile before they end the one before,
+    also behind an item's last: one more comes, which nobody looks at.
     """
     e_tiles, c_tiles, full, empty, e_full, e_empty = shared
     STAGES: gl.constexpr = c_tiles.type.shape[0]
@@ -105,10 +117,9 @@ def _produce(
                     tma.async_copy_global_to_shared(E, [n0, step * DEPTH], e_full, e_tiles.index(2 * step))
                     tma.async_copy_global_to_shared(E, [n0 + ROWS, step * DEPTH], e_full, e_tiles.index(2 * step + 1))
                 e_phase ^= 1
-        tiles = last
-        if KEEP and first < last:
-            tiles += 1  # the consumers begin a tile's products before the epilogue of the one before
-        for tile_v in range(first, tiles):
+        if AHEAD:
+            last += 1
+        for tile_v in range(first, last):
             v0 = first_v + tile_v * CLASSES
             for step in range(STEPS):
                 bar = full.index(stage)
@@ -234,23 +245,14 @@ def _sum_consumer(
         exp_sum = gl.full([ROWS], 0.0, gl.float32, of_rows)
         total = gl.full([ROWS], 0.0, gl.float32, of_rows)
         e_phase = _tokens_have_come(shared, e_phase, busy, KEEP)
-        if KEEP:
-            z = gl.zeros([ROWS, CLASSES], gl.float32, _logits_layout(CLASSES))
-            if busy:
-                z, stage, phase = _logits(shared, stage, phase, half, STEPS, KEEP)
         for tile_v in range(first, last):
             v0 = tile_v * CLASSES
             offs_v = v0 + gl.arange(0, CLASSES, layout=of_columns)
-            if KEEP:
-                following, stage, phase = _begin(shared, stage, phase, half, STEPS)
-            else:
-                z, stage, phase = _logits(shared, stage, phase, half, STEPS, KEEP)
+            z, stage, phase = _logits(shared, stage, phase, half, STEPS, KEEP)
             reference, exp_sum, total = add_exponentials(
                 z, reference, exp_sum, total, Bias, Target, TileMaxima, code, offs_n, in_n, offs_v, v0, N, V, softcap,
                 CLASSES, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V,
             )  # fmt: skip
-            if KEEP:
-                z = _end(shared, following, stage, STEPS)
         _tokens_are_read(shared, busy, KEEP)
         out = split.to(gl.int64) * N + offs_n
         gl.store(Part + out, reference + gl.log2(exp_sum), mask=in_n)
@@ -272,7 +274,7 @@ def _log_sum_exp_kernel(
                              KEEP, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V)),
             (_sum_consumer, (shared, Bias, Codes, Target, Part, PartTotal, TileMaxima, N, V, softcap, splits, 1, STEPS,
                              KEEP, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V)),
-            (_produce, (E, C, shared, Codes, N, V, 0, splits, STEPS, KEEP, True)),
+            (_produce, (E, C, shared, Codes, N, V, 0, splits, STEPS, KEEP, True, False)),
         ],
         [4, 1],
         [232, 40],
@@ -306,13 +308,13 @@ def _exponentials_consumer(
             else:
                 z, stage, phase = _logits(shared, stage, phase, half, STEPS, KEEP)
             w, reference, exp_sum = kept_exponentials(
-                z, reference, exp_sum, Bias, Target, code, offs_n, offs_v, v0, V, softcap, CLASSES, HAS_BIAS,
-                HAS_SOFTCAP,
+                z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V,
+                softcap, CLASSES, HAS_BIAS, HAS_SOFTCAP,
             )  # fmt: skip
-            _store(W, out_tiles, w, n0 + half * ROWS, v0, half)
-            store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
             if KEEP:
                 z = _end(shared, following, stage, STEPS)
+            _store(W, out_tiles, w, n0 + half * ROWS, v0, half)
+            store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
         _tokens_are_read(shared, True, KEEP)
         gl.store(Part + split.to(gl.int64) * N + offs_n, reference + gl.log2(exp_sum), mask=in_n)
     tma.store_wait(0)
@@ -332,7 +334,7 @@ def _exponentials_kernel(
                                       softcap, splits, 0, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP)),
             (_exponentials_consumer, (shared, out_tiles, W, Bias, Codes, Reference, Target, Part, TileReference, N, V,
                                       softcap, splits, 1, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP)),
-            (_produce, (E, C, shared, Codes, N, V, 0, splits, STEPS, KEEP, False)),
+            (_produce, (E, C, shared, Codes, N, V, 0, splits, STEPS, KEEP, False, KEEP)),
         ],
         [4, 1],
         [232, 40],
@@ -368,9 +370,9 @@ def _gradient_consumer(
                 z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, offs_v, v0, V, softcap, smoothing, uniform,
                 CLASSES, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING,
             )  # fmt: skip
-            _store(G, out_tiles, g, n0 + half * ROWS, tile_v * CLASSES, half)
             if KEEP:
                 z = _end(shared, following, stage, STEPS)
+            _store(G, out_tiles, g, n0 + half * ROWS, tile_v * CLASSES, half)
         _tokens_are_read(shared, True, KEEP)
     tma.store_wait(0)
 
@@ -392,7 +394,7 @@ def _logit_gradient_kernel(
             (_gradient_consumer, (shared, out_tiles, G, Bias, Codes, Lse, Expm1, Dloss, Dlse, N, V, first_v, width,
                                   softcap, smoothing, uniform, splits, 1, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE,
                                   HAS_SMOOTHING)),
-            (_produce, (E, C, shared, Codes, N, width, first_v, splits, STEPS, KEEP, False)),
+            (_produce, (E, C, shared, Codes, N, width, first_v, splits, STEPS, KEEP, False, KEEP)),
         ],
         [4, 1],
         [232, 40],
@@ -407,8 +409,8 @@ def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescript
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], OPERAND)
 
 
-def _operands(e_ND: torch.Tensor, c_VD: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    classes = logits_tile(e_ND.dtype, e_ND.shape[1], "hopper").columns
+def _operands(e_ND: torch.Tensor, c_VD: torch.Tensor, stored: bool) -> tuple[TensorDescriptor, TensorDescriptor]:
+    classes = logits_tile(e_ND.dtype, e_ND.shape[1], "hopper", stored).columns
     return _descriptor(e_ND, ROWS.value, DEPTH.value), _descriptor(c_VD, classes, DEPTH.value)
 
 
@@ -423,7 +425,7 @@ def _walk(e_ND: torch.Tensor, splits: int) -> tuple[tuple[int], dict]:
 def log_sum_exp(e_ND: torch.Tensor, c_VD: torch.Tensor, arguments: tuple, flags: dict) -> None:
     """As forward.py's _log_sum_exp_kernel; arguments and flags are its own behind the operands, splits last."""
     grid, walk = _walk(e_ND, arguments[-1])
-    _log_sum_exp_kernel[grid](*_operands(e_ND, c_VD), *arguments, **walk, **flags, **WARPS)
+    _log_sum_exp_kernel[grid](*_operands(e_ND, c_VD, False), *arguments, **walk, **flags, **WARPS)
 
 
 def exponentials(
@@ -432,13 +434,11 @@ def exponentials(
     """As exponentials.py's _exponentials_kernel."""
     grid, walk = _walk(e_nD, arguments[-1])
     stored = _descriptor(w_nV, ROWS.value, STORED.value)
-    launch(_exponentials_kernel, grid, (*_operands(e_nD, c_VD), stored, *arguments), {**walk, **flags}, **WARPS)
+    launch(_exponentials_kernel, grid, (*_operands(e_nD, c_VD, True), stored, *arguments), {**walk, **flags}, **WARPS)
 
 
-def logit_gradient(
-    e_ND: torch.Tensor, c_VD: torch.Tensor, g_Nw: torch.Tensor, arguments: tuple, flags: dict
-) -> None:
+def logit_gradient(e_ND: torch.Tensor, c_VD: torch.Tensor, g_Nw: torch.Tensor, arguments: tuple, flags: dict) -> None:
     """As gradient.py's _logit_gradient_kernel, without filter and sums for a bias."""
     grid, walk = _walk(e_ND, arguments[-1])
     stored = _descriptor(g_Nw, ROWS.value, STORED.value)
-    _logit_gradient_kernel[grid](*_operands(e_ND, c_VD), stored, *arguments, **walk, **flags, **WARPS)
+    _logit_gradient_kernel[grid](*_operands(e_ND, c_VD, True), stored, *arguments, **walk, **flags, **WARPS)

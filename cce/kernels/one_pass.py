@@ -48,7 +48,7 @@ def one_pass(
     e_ND, c_VD = addressable(e_ND), addressable(c_VD)
     padded, chunk = e_ND.shape[1], min(chunk, N)
     arch = architecture(e_ND.device, e_ND.dtype)
-    tile = logits_tile(e_ND.dtype, padded, arch)
+    tile = logits_tile(e_ND.dtype, padded, arch, stored=True)
     splits = one_pass_splits(chunk, V, padded, arch)
     f32 = dict(dtype=torch.float32, device=device)
 
