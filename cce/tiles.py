@@ -79,14 +79,16 @@ def logits_tile(dtype: torch.dtype, hidden: int, arch: Architecture, stored: boo
 
 
 def vocabulary_splits(tokens: int, vocabulary: int, tile: Tile, arch: Architecture, most: int | None = None) -> int:
-    """Splits of the vocabulary, at most `most`: programs walk items of one split for one tile of tokens, and all should end
-    at the same time."""
+    """Splits of the vocabulary, at most `most`: programs walk items of one split for one tile of tokens. All should end at the
+    same time, and no more than two groups of tiles of tokens should be walked at once: their rows would not stay in L2."""
     token_tiles, class_tiles = math.ceil(tokens / tile.rows), math.ceil(vocabulary / tile.columns)
     programs = 4 if arch == "interpreter" else MULTIPROCESSORS
+    longest = min(class_tiles, MOST_TILES)
+    if token_tiles > 2 * tile.group:
+        longest = min(longest, math.ceil(class_tiles * tile.group / programs))
     least = 1 if most is None else math.ceil(class_tiles / max(1, most))
-
     fewest, best = math.inf, 1
-    for tiles in range(least, max(least, min(class_tiles, MOST_TILES)) + 1):
+    for tiles in range(least, max(least, longest) + 1):
         items = token_tiles * math.ceil(class_tiles / tiles)
         busiest = math.ceil(items / programs) * (tiles + tile.start)  # in tiles, of the program that has most to do
         if busiest < fewest:

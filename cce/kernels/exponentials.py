@@ -6,7 +6,7 @@ import triton.language as tl
 
 from cce.kernels import hopper
 from cce.kernels.epilogues import LN2, LOG2E, LOWEST, kept_exponentials, starting_reference, store_reference
-from cce.kernels.launch import Launches
+from cce.kernels.launch import Launch
 from cce.kernels.logits import (
     descriptor,
     grouped,
@@ -21,13 +21,17 @@ from cce.tiles import architecture, logits_tile
 _IGNORED = tl.constexpr(IGNORED)
 
 
-# As the log-sum-exp kernel, and each tile's w is stored: kept_exponentials.
+# As the log-sum-exp kernel, and each tile's w is stored: kept_exponentials. For N tokens from the first_n-th on; W, Part and
+# TileReference begin with these.
 @triton.jit
 def _exponentials_kernel(
-    E, C, W, Bias, Codes, Reference, Target, Part, TileReference, N, V, softcap, splits,
+    E, C, W, Bias, Codes, Reference, Target, Part, TileReference, N, V, softcap, splits, first_n,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    Codes += first_n
+    Reference += first_n
+    Target += first_n
     tile_n, split = grouped(tl.program_id(0), tl.cdiv(N, BLOCK_N), splits, GROUP)
     n0 = tile_n * BLOCK_N
     offs_n = n0 + tl.arange(0, BLOCK_N)
@@ -38,7 +42,7 @@ def _exponentials_kernel(
     tiles_v = tl.cdiv(V, BLOCK_V)
     for tile_v in tl.range((split * tiles_v) // splits, ((split + 1) * tiles_v) // splits):
         v0 = tile_v * BLOCK_V
-        z = raw_logits(E, C, n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
+        z = raw_logits(E, C, first_n + n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
         w, reference, exp_sum = kept_exponentials(
             z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), tile_v,
             v0, N, V, softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP,
@@ -62,14 +66,21 @@ def log1p(x):
 #   scale = (dloss + dlse) 2^(reference - lse log2e)     the gradient of a logit that is not the target's is scale w
 #   own   = ((p - 1) dloss + p dlse) slope               that of the target's; p - 1 = -x / (1 + x), x = exp(rest - target)
 # with dlse = 2 z_loss lse dloss, the gradient of z_loss lse^2. NEED_SCALED: ScaledE = round(scale e).
+# For N tokens from the first_n-th on; Part, TileReference, W and ScaledE begin with these.
 # Tiles whose reference stayed behind the token's largest are brought to it: as a rule there are none.
 @triton.jit
 def _tokens_kernel(
     Part, TileReference, Target, Codes, Dloss, Nll, Lse, Scale, Own, W, E, ScaledE,
-    N, V, D, stride_w, stride_e, stride_s, splits, tiles_v, z_loss, softcap,
+    N, V, D, stride_w, stride_e, stride_s, splits, tiles_v, z_loss, softcap, first_n,
     HAS_SOFTCAP: tl.constexpr, NEED_SCALED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
+    Target += first_n
+    Codes += first_n
+    Nll += first_n
+    Lse += first_n
+    Scale += first_n
+    Own += first_n
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = offs_n < N
     maximum = tl.full((BLOCK_N,), LOWEST, dtype=tl.float32)
@@ -113,7 +124,7 @@ def _tokens_kernel(
         for d in range(0, D, BLOCK_D):
             offs_d = d + tl.arange(0, BLOCK_D)[None, :]
             mask = inside[:, None] & (offs_d < D)
-            e = tl.load(E + rows * stride_e + offs_d, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
+            e = tl.load(E + (first_n + rows) * stride_e + offs_d, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
             tl.store(ScaledE + rows * stride_s + offs_d, e.to(ScaledE.dtype.element_ty), mask=mask)
     if tl.max((inside & (lowest < reference)).to(tl.int32), 0) != 0:
         for tile_v in range(0, tiles_v):
@@ -127,12 +138,12 @@ def _tokens_kernel(
 
 
 def exponentials(
-    e_nD: torch.Tensor,
+    e_ND: torch.Tensor,
     c_VD: torch.Tensor,
     bias_V: torch.Tensor | None,
-    codes_n: torch.Tensor,
-    reference_n: torch.Tensor,
-    target_n: torch.Tensor,
+    codes_N: torch.Tensor,
+    reference_N: torch.Tensor,
+    target_N: torch.Tensor,
     dloss: torch.Tensor,
     softcap: float | None,
     z_loss: float,
@@ -141,45 +152,45 @@ def exponentials(
     parts: torch.Tensor,
     tile_references: torch.Tensor,
     tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    launch: Launches,
-) -> None:
-    """Fill w_nV [n, V] bf16, scaled_e [n, D] and tokens = (nll, lse, scale, own), each [n] fp32, of _tokens_kernel.
+) -> tuple[Launch, Launch]:
+    """Two kernels to launch one after the other, with the first token of a chunk: they fill w_nV [n, V] bf16, scaled_e [n, D]
+    and the chunk's part of tokens = (nll, lse, scale, own), each [N] fp32, of _tokens_kernel.
 
-    reference_n: the target's logit, not necessarily to the last bit; target_n comes with the same numbers, which stay where a
+    reference_N: the target's logit, not necessarily to the last bit; target_N comes with the same numbers, which stay where a
     token has no target. dloss: fp32 scalar, the gradient of each token's loss. parts [splits, n] and tile_references [tiles of
     classes, n]: fp32 scratch.
     """
-    (n, D), V, arch = e_nD.shape, c_VD.shape[0], architecture(e_nD.device, e_nD.dtype)
-    tile = logits_tile(e_nD.dtype, D, arch, stored=True)
+    D, (n, V), arch = e_ND.shape[1], w_nV.shape, architecture(e_ND.device, e_ND.dtype)
+    tile = logits_tile(e_ND.dtype, D, arch, stored=True)
     splits, tiles_v = parts.shape[0], triton.cdiv(V, tile.columns)
     arguments = (
-        bias_V, codes_n, reference_n, target_n, parts, tile_references, n, V, softcap or 1.0, splits,
+        bias_V, codes_N, reference_N, target_N, parts, tile_references, n, V, softcap or 1.0, splits,
     )  # fmt: skip
     flags = dict(HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None)
     if arch == "hopper":
-        hopper.exponentials(e_nD, c_VD, w_nV, arguments, flags, launch)
+        of_classes = hopper.exponentials(e_ND, c_VD, w_nV, arguments, flags)
     else:
-        launch(
+        of_classes = Launch(
             _exponentials_kernel,
             (triton.cdiv(n, tile.rows) * splits,),
             (
-                descriptor(e_nD, tile.rows, tile.depth), descriptor(c_VD, tile.columns, tile.depth),
+                descriptor(e_ND, tile.rows, tile.depth), descriptor(c_VD, tile.columns, tile.depth),
                 descriptor(w_nV, tile.rows, stored_columns(tile.columns)), *arguments,
             ),
             dict(
                 D=D, BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_D=tile.depth, GROUP=tile.group, **flags,
-                PRECISION=precision(e_nD.dtype),
+                PRECISION=precision(e_ND.dtype),
             ),
             num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
     block = 8
-    launch(
+    of_tokens = Launch(
         _tokens_kernel,
         (triton.cdiv(n, block),),
         (
-            parts, tile_references, target_n, codes_n, dloss, *tokens, w_nV, e_nD, scaled_e, n, V, D, w_nV.stride(0),
-            e_nD.stride(0), 0 if scaled_e is None else scaled_e.stride(0), splits, tiles_v, z_loss, softcap or 1.0,
+            parts, tile_references, target_N, codes_N, dloss, *tokens, w_nV, e_ND, scaled_e, n, V, D, w_nV.stride(0),
+            e_ND.stride(0), 0 if scaled_e is None else scaled_e.stride(0), splits, tiles_v, z_loss, softcap or 1.0,
         ),
         dict(
             HAS_SOFTCAP=softcap is not None, NEED_SCALED=scaled_e is not None, BLOCK_N=block, BLOCK_S=32,
@@ -187,3 +198,4 @@ def exponentials(
         ),
         num_warps=1,
     )  # fmt: skip
+    return of_classes, of_tokens

@@ -4,15 +4,19 @@ import torch
 import triton
 import triton.language as tl
 
-from cce.kernels.launch import Launches
+from cce.kernels.launch import Launch
 from cce.kernels.logits import interpreting
 
 
-# dE = scale (w C) + own c_target, rounded once.
+# dE = scale (w C) + own c_target, rounded once, for the N tokens of x from the first_n-th on.
 @triton.jit
 def _hidden_gradient_kernel(
-    X, DE, Scale, Own, C, Codes, N, D, stride_x, stride_de, stride_c, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr
-):
+    X, DE, Scale, Own, C, Codes, N, D, stride_x, stride_de, stride_c, first_n,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    Scale += first_n
+    Own += first_n
+    Codes += first_n
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (offs_n < N)[:, None] & (offs_d < D)[None, :]
@@ -23,7 +27,7 @@ def _hidden_gradient_kernel(
     x = tl.load(X + rows * stride_x + offs_d[None, :], mask=mask, other=0.0) * scale[:, None]
     at = C + tl.maximum(code, 0).to(tl.int64)[:, None] * stride_c + offs_d[None, :]
     x += tl.load(at, mask=mask & (code >= 0)[:, None], other=0.0).to(tl.float32) * own[:, None]
-    tl.store(DE + rows * stride_de + offs_d[None, :], x.to(DE.dtype.element_ty), mask=mask)
+    tl.store(DE + (first_n + rows) * stride_de + offs_d[None, :], x.to(DE.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -99,20 +103,19 @@ def _scale_kernel(X, Factor, count, BLOCK: tl.constexpr):
 
 def hidden_gradient(
     x_nD: torch.Tensor,
-    scale_n: torch.Tensor,
-    own_n: torch.Tensor,
+    scale_N: torch.Tensor,
+    own_N: torch.Tensor,
     c_VD: torch.Tensor,
-    codes_n: torch.Tensor,
-    de_nD: torch.Tensor,
-    launch: Launches,
-) -> None:
-    """dE = scale x + own c_target, rounded once to dE's dtype; x = w C in fp32."""
+    codes_N: torch.Tensor,
+    de_ND: torch.Tensor,
+) -> Launch:
+    """launch(first): rows first to first + n of dE = scale x + own c_target, rounded once to dE's dtype; x = w C in fp32."""
     n, D = x_nD.shape
     rows, columns = 4, min(512, triton.next_power_of_2(D))
-    launch(
+    return Launch(
         _hidden_gradient_kernel,
         (triton.cdiv(n, rows), triton.cdiv(D, columns)),
-        (x_nD, de_nD, scale_n, own_n, c_VD, codes_n, n, D, x_nD.stride(0), de_nD.stride(0), c_VD.stride(0)),
+        (x_nD, de_ND, scale_N, own_N, c_VD, codes_N, n, D, x_nD.stride(0), de_ND.stride(0), c_VD.stride(0)),
         dict(BLOCK_N=rows, BLOCK_D=columns),
     )
 

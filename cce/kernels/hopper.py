@@ -32,7 +32,7 @@ from cce.kernels.epilogues import (
     starting_reference,
     store_reference,
 )
-from cce.kernels.launch import Launches
+from cce.kernels.launch import Launch
 from cce.kernels.logits import grouped
 from cce.targets import IGNORED
 from cce.tiles import KEPT_HIDDEN, logits_tile
@@ -89,6 +89,7 @@ def _produce(
     Codes,
     N,
     V,
+    first_n,
     first_v,
     splits,
     STEPS: gl.constexpr,
@@ -109,6 +110,7 @@ def _produce(
         n0, _, first, last, busy = _item(item, Codes, N, V, splits, CLASSES)
         if SKIP and not busy:
             last = first
+        n0 += first_n
         if KEEP:
             if first < last:
                 mbarrier.wait(e_empty, e_phase)
@@ -274,7 +276,7 @@ def _log_sum_exp_kernel(
                              KEEP, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V)),
             (_sum_consumer, (shared, Bias, Codes, Target, Part, PartTotal, TileMaxima, N, V, softcap, splits, 1, STEPS,
                              KEEP, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V)),
-            (_produce, (E, C, shared, Codes, N, V, 0, splits, STEPS, KEEP, True, False)),
+            (_produce, (E, C, shared, Codes, N, V, 0, 0, splits, STEPS, KEEP, True, False)),
         ],
         [4, 1],
         [232, 40],
@@ -323,9 +325,12 @@ def _exponentials_consumer(
 # cce/kernels/exponentials.py says what it computes.
 @gluon.jit
 def _exponentials_kernel(
-    E, C, W, Bias, Codes, Reference, Target, Part, TileReference, N, V, softcap, splits,
+    E, C, W, Bias, Codes, Reference, Target, Part, TileReference, N, V, softcap, splits, first_n,
     STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
+    Codes += first_n
+    Reference += first_n
+    Target += first_n
     shared = _shared(E, C, STEPS, KEEP)
     out_tiles = gl.allocate_shared_memory(W.dtype, [4, ROWS, STORED], W.layout)
     gl.warp_specialize(
@@ -334,7 +339,7 @@ def _exponentials_kernel(
                                       softcap, splits, 0, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP)),
             (_exponentials_consumer, (shared, out_tiles, W, Bias, Codes, Reference, Target, Part, TileReference, N, V,
                                       softcap, splits, 1, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP)),
-            (_produce, (E, C, shared, Codes, N, V, 0, splits, STEPS, KEEP, False, KEEP)),
+            (_produce, (E, C, shared, Codes, N, V, first_n, 0, splits, STEPS, KEEP, False, KEEP)),
         ],
         [4, 1],
         [232, 40],
@@ -394,7 +399,7 @@ def _logit_gradient_kernel(
             (_gradient_consumer, (shared, out_tiles, G, Bias, Codes, Lse, Expm1, Dloss, Dlse, N, V, first_v, width,
                                   softcap, smoothing, uniform, splits, 1, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE,
                                   HAS_SMOOTHING)),
-            (_produce, (E, C, shared, Codes, N, width, first_v, splits, STEPS, KEEP, False, KEEP)),
+            (_produce, (E, C, shared, Codes, N, width, 0, first_v, splits, STEPS, KEEP, False, KEEP)),
         ],
         [4, 1],
         [232, 40],
@@ -414,31 +419,30 @@ def _operands(e_ND: torch.Tensor, c_VD: torch.Tensor, stored: bool) -> tuple[Ten
     return _descriptor(e_ND, ROWS.value, DEPTH.value), _descriptor(c_VD, classes, DEPTH.value)
 
 
-def _walk(e_ND: torch.Tensor, splits: int) -> tuple[tuple[int], dict]:
+def _walk(tokens: int, e_ND: torch.Tensor, splits: int) -> tuple[tuple[int], dict]:
     """(grid, constants): a program a multiprocessor, or fewer."""
-    N, D = e_ND.shape
-    items = triton.cdiv(N, TOKENS.value) * splits
+    D, items = e_ND.shape[1], triton.cdiv(tokens, TOKENS.value) * splits
     programs = torch.cuda.get_device_properties(e_ND.device).multi_processor_count
     return (min(items, programs),), dict(STEPS=triton.cdiv(D, DEPTH.value), KEEP=D <= KEPT_HIDDEN)
 
 
 def log_sum_exp(e_ND: torch.Tensor, c_VD: torch.Tensor, arguments: tuple, flags: dict) -> None:
     """As forward.py's _log_sum_exp_kernel; arguments and flags are its own behind the operands, splits last."""
-    grid, walk = _walk(e_ND, arguments[-1])
+    grid, walk = _walk(e_ND.shape[0], e_ND, arguments[-1])
     _log_sum_exp_kernel[grid](*_operands(e_ND, c_VD, False), *arguments, **walk, **flags, **WARPS)
 
 
-def exponentials(
-    e_nD: torch.Tensor, c_VD: torch.Tensor, w_nV: torch.Tensor, arguments: tuple, flags: dict, launch: Launches
-) -> None:
-    """As exponentials.py's _exponentials_kernel."""
-    grid, walk = _walk(e_nD, arguments[-1])
+def exponentials(e_ND: torch.Tensor, c_VD: torch.Tensor, w_nV: torch.Tensor, arguments: tuple, flags: dict) -> Launch:
+    """As exponentials.py's _exponentials_kernel; for w_nV's n tokens."""
+    grid, walk = _walk(w_nV.shape[0], e_ND, arguments[-1])
     stored = _descriptor(w_nV, ROWS.value, STORED.value)
-    launch(_exponentials_kernel, grid, (*_operands(e_nD, c_VD, True), stored, *arguments), {**walk, **flags}, **WARPS)
+    return Launch(
+        _exponentials_kernel, grid, (*_operands(e_ND, c_VD, True), stored, *arguments), {**walk, **flags}, **WARPS
+    )
 
 
 def logit_gradient(e_ND: torch.Tensor, c_VD: torch.Tensor, g_Nw: torch.Tensor, arguments: tuple, flags: dict) -> None:
     """As gradient.py's _logit_gradient_kernel, without filter and sums for a bias."""
-    grid, walk = _walk(e_ND, arguments[-1])
+    grid, walk = _walk(e_ND.shape[0], e_ND, arguments[-1])
     stored = _descriptor(g_Nw, ROWS.value, STORED.value)
     _logit_gradient_kernel[grid](*_operands(e_ND, c_VD, True), stored, *arguments, **walk, **flags, **WARPS)

@@ -1,29 +1,29 @@
-"""Launches in a loop, past Triton's look at every argument."""
+"""One kernel launched many times, past Triton's look at every argument."""
 
 import triton
 
 from cce.kernels.logits import interpreting
 
 
-class Launches:
-    """Launches kernels for one loop. A kernel's first launch goes through Triton, which looks at every argument to choose a
-    compilation; the following ones, with the same grid and numbers, take that compilation. Tensors may differ as long as their
-    alignment to 16 bytes does not.
+class Launch:
+    """A kernel with all its arguments but the last, a whole number, which each launch names.
+
+    The first launch goes through Triton, which chooses a compilation by the arguments; later ones take it as it is. It holds for
+    numbers that are multiples of 16 as the first one is: chunks are.
     """
 
-    def __init__(self):
-        self.compiled = {}
-
-    def __call__(
+    def __init__(
         self, kernel: triton.JITFunction, grid: tuple[int, ...], arguments: tuple, constants: dict, **options: int
-    ) -> None:
-        """kernel[grid](*arguments, **constants, **options); constants in the order of the kernel's signature, after the rest."""
-        numbers = tuple(argument for argument in arguments if isinstance(argument, (int, float)))
-        key = (kernel, grid, numbers)
-        compiled = self.compiled.get(key)
-        if compiled is not None:
-            compiled[(*grid, 1, 1)[:3]](*arguments, *constants.values())
+    ):
+        """constants: in the order of the kernel's signature, behind the number."""
+        self.kernel, self.grid, self.arguments = kernel, grid, arguments
+        self.constants, self.options = constants, options
+        self.compiled = None
+
+    def __call__(self, number: int) -> None:
+        if self.compiled is not None:
+            self.compiled[(*self.grid, 1, 1)[:3]](*self.arguments, number, *self.constants.values())
             return
-        compiled = kernel[grid](*arguments, **constants, **options)
-        if not interpreting():
-            self.compiled[key] = compiled
+        compiled = self.kernel[self.grid](*self.arguments, number, **self.constants, **self.options)
+        if not interpreting() and number % 16 == 0:
+            self.compiled = compiled

@@ -11,12 +11,13 @@ loses to rounding is nothing, however close to 1 its probability is.
 The gradients are those of the loss with the upstream gradient 1 (cce/function.py multiplies it in).
 """
 
+from collections.abc import Callable
+
 import torch
 import triton
 
 from cce.kernels.exponentials import exponentials
 from cce.kernels.finishing import add_target_rows, hidden_gradient
-from cce.kernels.launch import Launches
 from cce.kernels.logits import addressable, padded_width
 from cce.kernels.product import kahan_block, kahan_product, product_into
 from cce.kernels.target_logit import target_logit
@@ -46,56 +47,21 @@ def one_pass(
     (N, D), V, device = e_ND.shape, c_VD.shape[0], e_ND.device
     need_e, need_c = needs
     e_ND, c_VD = addressable(e_ND), addressable(c_VD)
-    padded, chunk = e_ND.shape[1], min(chunk, N)
-    arch = architecture(e_ND.device, e_ND.dtype)
-    tile = logits_tile(e_ND.dtype, padded, arch, stored=True)
-    splits = one_pass_splits(chunk, V, padded, arch)
-    f32 = dict(dtype=torch.float32, device=device)
+    padded = e_ND.shape[1]
 
-    parts, tile_references = torch.empty(splits, chunk, **f32), torch.empty(triton.cdiv(V, tile.columns), chunk, **f32)
-    tokens = torch.empty(4, N, **f32)
+    tokens = torch.empty(4, N, dtype=torch.float32, device=device)
     de_ND = torch.empty(N, padded, dtype=dtypes[0], device=device) if need_e else None
-    de_chunk = torch.empty(chunk, padded, **f32) if need_e else None
-    scaled_e = torch.empty(chunk, padded, dtype=e_ND.dtype, device=device) if need_c else None
     dc_VD = torch.empty(V, padded, dtype=dtypes[1], device=device) if need_c else None
-    fp32_sum = need_c and accumulation == "fp32" and dtypes[1] != torch.float32
-    sum_VD = torch.empty(V, padded, **f32) if fp32_sum else dc_VD
-    comp_VD = block = None
-    if need_c and accumulation == "kahan" and dtypes[1] != torch.float32:
-        comp_VD = torch.empty_like(dc_VD)
-        block = torch.empty(min(V, kahan_block(padded)), padded, **f32)
-    # While dC's sum is kept elsewhere, its own memory holds the exponentials, where they fit.
-    width = padded_width(V, e_ND.element_size())
-    if fp32_sum and dc_VD.numel() >= chunk * width:
-        w = dc_VD.view(-1)[: chunk * width].view(e_ND.dtype)
-    else:
-        w = torch.empty(chunk * width, dtype=e_ND.dtype, device=device)
-    w = w.view(chunk, width)[:, :V]
-    reference_N = target_logit(e_ND, c_VD, bias_V, codes_N, softcap)
-    target_N = reference_N.clone()
-    launch, x_nD = Launches(), None
-
-    for n0 in range(0, N, chunk):
-        n = min(chunk, N - n0)
-        here = slice(n0, n0 + n)
-        of_chunk = tokens[:, here].unbind()
-        e_nD, codes_n, w_nV = e_ND[here], codes_N[here], w[:n]
-        s_nD = scaled_e[:n] if need_c else None
-        exponentials(
-            e_nD, c_VD, bias_V, codes_n, reference_N[here], target_N[here], dloss, softcap, z_loss, w_nV, s_nD, parts,
-            tile_references, of_chunk, launch,
-        )  # fmt: skip
-        if need_e:
-            x_nD = de_chunk[:n]
-            product_into(w_nV, c_VD, x_nD, add=False)
-            hidden_gradient(x_nD, *of_chunk[2:], c_VD, codes_n, de_ND[here], launch)
-        if need_c:
-            if block is not None:
-                kahan_product(w_nV, s_nD, dc_VD, comp_VD, block, transposed=True, add=n0 > 0)
-            else:
-                product_into(w_nV, s_nD, sum_VD, transposed=True, add=n0 > 0)
+    rounded = need_c and dtypes[1] != torch.float32
+    fp32_sum = rounded and accumulation == "fp32"
+    sum_VD = torch.empty(V, padded, dtype=torch.float32, device=device) if fp32_sum else dc_VD
+    comp_VD = torch.empty_like(dc_VD) if rounded and accumulation == "kahan" else None
+    # While dC's sum is kept elsewhere, its own memory has room for exponentials.
+    _chunks(
+        e_ND, c_VD, bias_V, codes_N, dloss, softcap, z_loss, min(chunk, N), tokens, de_ND, sum_VD, comp_VD,
+        room=dc_VD.view(-1).view(e_ND.dtype) if fp32_sum else None,
+    )  # fmt: skip
     nll_N, lse_N, _, own_N = tokens
-    del w, w_nV, de_chunk, x_nD, scaled_e, s_nD, parts, tile_references, block  # what follows takes memory of its own
     if need_c:
         add_target_rows(e_ND, own_N, codes_N, sum_VD, comp_VD)
         if fp32_sum:
@@ -103,3 +69,70 @@ def one_pass(
     if padded != D:
         de_ND, dc_VD = (None if matrix is None else matrix[:, :D].contiguous() for matrix in (de_ND, dc_VD))
     return nll_N, lse_N, de_ND, dc_VD
+
+
+def _chunks(
+    e_ND: torch.Tensor,
+    c_VD: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    codes_N: torch.Tensor,
+    dloss: torch.Tensor,
+    softcap: float | None,
+    z_loss: float,
+    chunk: int,
+    tokens: torch.Tensor,
+    de_ND: torch.Tensor | None,
+    sum_VD: torch.Tensor | None,
+    comp_VD: torch.Tensor | None,
+    room: torch.Tensor | None,
+) -> None:
+    """Fill tokens = (nll, lse, scale, own) [4, N] fp32, de, and sum, with its compensation, but for the targets' entries.
+
+    room: memory that may hold the exponentials of a chunk, bf16. What else it takes is free again afterwards.
+    """
+    (N, D), V = e_ND.shape, c_VD.shape[0]
+    arch = architecture(e_ND.device, e_ND.dtype)
+    tile = logits_tile(e_ND.dtype, D, arch, stored=True)
+    f32 = dict(dtype=torch.float32, device=e_ND.device)
+    parts = torch.empty(one_pass_splits(chunk, V, D, arch), chunk, **f32)
+    tile_references = torch.empty(triton.cdiv(V, tile.columns), chunk, **f32)
+    de_chunk = None if de_ND is None else torch.empty(chunk, D, **f32)
+    scaled_e = None if sum_VD is None else torch.empty(chunk, D, dtype=e_ND.dtype, device=e_ND.device)
+    block = None if comp_VD is None else torch.empty(min(V, kahan_block(D)), D, **f32)
+    width = padded_width(V, e_ND.element_size())
+    if room is None or room.numel() < chunk * width:
+        room = torch.empty(chunk * width, dtype=e_ND.dtype, device=e_ND.device)
+    w = room[: chunk * width].view(chunk, width)[:, :V]
+    reference_N = target_logit(e_ND, c_VD, bias_V, codes_N, softcap)
+    target_N = reference_N.clone()
+    nll_N, lse_N, scale_N, own_N = tokens
+
+    def steps(n: int) -> Callable[[int], None]:
+        """step(first): the work on tokens first to first + n. What depends on n alone is done once: small models wait for the
+        host."""
+        w_nV = w[:n]
+        s_nD, x_nD = (None if matrix is None else matrix[:n] for matrix in (scaled_e, de_chunk))
+        of_classes, of_tokens = exponentials(
+            e_ND, c_VD, bias_V, codes_N, reference_N, target_N, dloss, softcap, z_loss, w_nV, s_nD, parts,
+            tile_references, (nll_N, lse_N, scale_N, own_N),
+        )  # fmt: skip
+        finish = None if de_ND is None else hidden_gradient(x_nD, scale_N, own_N, c_VD, codes_N, de_ND)
+
+        def step(first: int) -> None:
+            of_classes(first)
+            of_tokens(first)
+            if de_ND is not None:
+                product_into(w_nV, c_VD, x_nD, add=False)
+                finish(first)
+            if block is not None:
+                kahan_product(w_nV, s_nD, sum_VD, comp_VD, block, transposed=True, add=first > 0)
+            elif sum_VD is not None:
+                product_into(w_nV, s_nD, sum_VD, transposed=True, add=first > 0)
+
+        return step
+
+    step, rest = steps(chunk), N % chunk
+    for first in range(0, N - rest, chunk):
+        step(first)
+    if rest:
+        steps(rest)(N - rest)
