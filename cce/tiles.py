@@ -11,17 +11,21 @@ from typing import Literal
 
 import torch
 
-# How kernels run: on NVIDIA's Hopper those of 16-bit inputs with specialized warps (cce/kernels/hopper.py), on any other GPU and for
-# fp32 as plain Triton, under TRITON_INTERPRET=1 on the CPU.
+# How the kernels over tiles of logits run: for bf16 and fp16 on NVIDIA's Hopper with specialized warps (cce/kernels/hopper), on any
+# other GPU and for fp32 as plain Triton, under TRITON_INTERPRET=1 on the CPU.
 Architecture = Literal["hopper", "other", "interpreter"]
+# Of Triton: Gluon, which the kernels for Hopper are written in, is experimental there. With others they run as plain Triton.
+GLUON_VERSIONS = ("3.6.", "3.7.")
 
 
 @torch.compiler.assume_constant_result
 def architecture(device: torch.device, dtype: torch.dtype) -> Architecture:
     if device.type == "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreter"
-    hopper = dtype != torch.float32 and torch.cuda.get_device_capability(device) == (9, 0)
-    return "hopper" if hopper else "other"
+    import triton
+
+    known = triton.__version__.startswith(GLUON_VERSIONS) and dtype in (torch.bfloat16, torch.float16)
+    return "hopper" if known and torch.cuda.get_device_capability(device) == (9, 0) else "other"
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,9 @@ class Tile:
     group: int = 16  # rows of tiles that are walked together, so that their operands stay in L2
     start: float = 0.25  # what a program's next item costs beside its tiles, in tiles
 
+
+HOPPER_TILE = Tile(128, 256, 64)
+HOPPER_NARROW_TILE = Tile(128, 128, 64, start=1.25)
 
 DESCRIPTOR_BYTES = 16  # a descriptor's base and rows lie at multiples of this
 
@@ -73,8 +80,7 @@ def logits_tile(dtype: torch.dtype, hidden: int, arch: Architecture, stored: boo
     if dtype == torch.float32:
         return Tile(128, 128, 32, warps=8, stages=2)
     if arch == "hopper":
-        narrow = stored and hidden <= KEPT_HIDDEN
-        return Tile(128, 128, 64, start=1.25) if narrow else Tile(128, 256, 64)
+        return HOPPER_NARROW_TILE if stored and hidden <= KEPT_HIDDEN else HOPPER_TILE
     return Tile(128, 128, 64, warps=4, stages=3)
 
 

@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.utils.checkpoint import checkpoint
 
 import cce
-from cce import function, plans
+from cce import function
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
@@ -409,37 +409,3 @@ def test_operators_and_fakes_agree():
     for needs in ((True, True), (False, True)):
         call = (e, c, None, codes, torch.ones(()), None, 0.0, 16, "fp32", *needs, torch.float32, torch.bfloat16)
         torch.library.opcheck(torch.ops.cce.one_pass, call, test_utils=tests)
-
-
-SHAPES = ((1000, 256, 32768), (8192, 2304, 256000), (16384, 2048, 128256), (65536, 256, 32768), (300, 4096, 1001))
-
-
-@pytest.mark.parametrize("n,d,v", SHAPES)
-def test_slices_cover_the_vocabulary_and_fit(n, d, v):
-    """Each class once, in order; a slice's G fits its buffer, or the rows of dC behind it."""
-    for buffer_classes, c_itemsize in itertools.product((128, 1024, 4096), (None, 2, 4)):
-        reached = 0
-        for first, width, in_dc in plans.slices(n, d, v, 128, buffer_classes, 2, c_itemsize):
-            assert first == reached and first % 128 == 0 and width > 0
-            columns = -(-width // 128) * 128
-            if in_dc:
-                assert 2 * n * columns <= (v - first - width) * d * c_itemsize and columns > buffer_classes
-            else:
-                assert columns <= buffer_classes
-            reached += width
-        assert reached == v
-
-
-@pytest.mark.parametrize("n,d,v", SHAPES)
-def test_one_pass_is_chosen_only_where_it_fits(n, d, v):
-    chosen = {}
-    for accumulation, mib in itertools.product(("fp32", "kahan", "plain"), (16, 128, 1024, 4096, 2**20)):
-        choice = plans.one_pass_chunk(n, d, v, accumulation, mib, True, False)
-        chosen[accumulation, mib] = choice
-        if choice is not None:
-            chunk, kept = choice
-            assert plans.one_pass_bytes(n, chunk, d, v, kept, True, False) <= mib * 2**20
-            assert kept == accumulation or (accumulation, kept) == ("kahan", "fp32")
-    assert chosen["fp32", 16] is None or n * d * v < 2**36  # the fp32 sum alone is larger
-    if n >= 1000:
-        assert chosen["fp32", 2**20] is not None and chosen["kahan", 2**20][1] == "fp32"

@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from cce.kernels import hopper
 from cce.kernels.epilogues import LN2, LOG2E, LOWEST, kept_exponentials, starting_reference, store_reference
 from cce.kernels.launch import Launch
 from cce.kernels.logits import (
@@ -168,6 +167,8 @@ def exponentials(
     )  # fmt: skip
     flags = dict(HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None)
     if arch == "hopper":
+        from cce.kernels import hopper
+
         of_classes = hopper.exponentials(e_ND, c_VD, w_nV, arguments, flags)
     else:
         of_classes = Launch(

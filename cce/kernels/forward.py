@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from cce.kernels import hopper
 from cce.kernels.epilogues import LN2, LOWEST, add_exponentials
 from cce.kernels.logits import addressable, descriptor, grouped, interpreting, precision, raw_logits
 from cce.targets import IGNORED, OUT_OF_RANGE
@@ -86,6 +85,8 @@ def _log_sum_exp(e_ND, c_VD, bias_V, codes_N, softcap, need_mean, maxima, arch: 
         NEED_MAXIMA=maxima is not None, MAXIMA_V=filter_tile(arch)[1],
     )  # fmt: skip
     if arch == "hopper":
+        from cce.kernels import hopper
+
         hopper.log_sum_exp(e_ND, c_VD, arguments, flags)
     else:
         _log_sum_exp_kernel[(token_tiles * splits,)](

@@ -4,7 +4,6 @@ import torch
 import triton
 import triton.language as tl
 
-from cce.kernels import hopper
 from cce.kernels.epilogues import logit_gradients
 from cce.kernels.logits import descriptor, grouped, precision, raw_logits, store_tile, stored_columns
 from cce.targets import IGNORED
@@ -78,6 +77,8 @@ def logit_gradient(
         HAS_SMOOTHING=smoothing > 0,
     )  # fmt: skip
     if arch == "hopper" and bias_parts is None and kept is None:
+        from cce.kernels import hopper
+
         tile = logits_tile(e_ND.dtype, D, arch, stored=True)
         splits = vocabulary_splits(N, width, tile, arch)
         hopper.logit_gradient(e_ND, c_VD, g_Nw, (*arguments, N, V, v0, width, *numbers, splits), flags)

@@ -5,6 +5,7 @@ Few distinct shapes and options on purpose: every combination of a kernel's comp
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -105,6 +106,33 @@ def test_no_further_off_than_the_standard_path(monkeypatch, scale):
     assert errors["cce_kahan_full_c"][0] < 1.1 * errors["cce_exact"][0], errors
     assert errors["plain"][0] > errors["cce_kahan_full_c"][0], errors
     assert errors["one pass, kahan"][1] < 1.1 * errors["one pass, fp32"][1], errors
+
+
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("d,softcap,bias", [(72, 3.0, True), (256, None, False), (1000, None, False), (1024, 3.0, True)])
+def test_hopper_and_plain_kernels_agree(monkeypatch, d, softcap, bias):
+    """Loss, gradients by slices, in one pass and filtered; tiles of ignored tokens, remainders in N, D and V."""
+    e, c, targets, b = on_gpu(1500, d, 5001, BF16, bias=bias, ignored=0.2, scale=3.0)
+    targets[:400] = -100
+    b = None if b is None else b.detach()
+    asking = [m for name, m in sys.modules.items() if name.startswith("cce.") and hasattr(m, "architecture")]
+    results = {}
+    for arch in ("hopper", "other"):
+        for module in asking:
+            monkeypatch.setattr(module, "architecture", lambda device, dtype, arch=arch: arch)
+        of_arch = results[arch] = {}
+        for way, chunk, impl in (
+            ("slices", None, "cce_exact"), ("one pass", (512, "fp32"), "cce_exact"), ("filtered", None, "cce")
+        ):  # fmt: skip
+            monkeypatch.setattr(function, "chunk_of_tokens", lambda *_, chunk=chunk: chunk)
+            loss = cce.linear_cross_entropy(e, c, targets, b, softcap=softcap, impl=impl, workspace_mib=12)
+            of_arch[way] = (loss.detach(), *gradients(loss, [e, c]))
+    for way, ours in results["hopper"].items():
+        for a, b in zip(ours, results["other"][way]):
+            assert relative(a, b) < 1e-4, (way, relative(a, b))
 
 
 @pytest.mark.parametrize("gap", [5.0, 14.0, 30.0])

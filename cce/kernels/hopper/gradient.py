@@ -1,0 +1,93 @@
+"""The gradient of the logits of cce/kernels/gradient.py."""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from cce.kernels.epilogues import logit_gradients
+from cce.kernels.hopper.host import LAUNCH, operands, result, walk
+from cce.kernels.hopper.pipeline import (
+    ROWS,
+    STORED,
+    TOKENS,
+    begin_logits,
+    end_logits,
+    item_at,
+    logits,
+    logits_layout,
+    produce,
+    shared_memory,
+    store_rounded,
+    tokens_are_read,
+    tokens_have_come,
+)
+from cce.targets import IGNORED
+
+_IGNORED = gl.constexpr(IGNORED)
+
+
+@gluon.jit
+def _gradient_consumer(
+    shared, out_tiles, G, Bias, Codes, Lse, Expm1, Dloss, Dlse, N, V, first_v, width, softcap, smoothing, uniform, splits,
+    half: gl.constexpr, STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    HAS_DLSE: gl.constexpr, HAS_SMOOTHING: gl.constexpr,
+):  # fmt: skip
+    CLASSES: gl.constexpr = shared[1].type.shape[1]
+    of_rows: gl.constexpr = gl.SliceLayout(1, logits_layout(CLASSES))
+    of_columns: gl.constexpr = gl.SliceLayout(0, logits_layout(CLASSES))
+    stage, phase, e_phase = 0, 0, 0
+    for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
+        n0, _, first, last, _ = item_at(item, Codes, N, width, splits, CLASSES)
+        offs_n = n0 + half * ROWS + gl.arange(0, ROWS, layout=of_rows)
+        in_n = offs_n < N
+        code = gl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
+        e_phase = tokens_have_come(shared, e_phase, True, KEEP)
+        if KEEP:
+            z, stage, phase = logits(shared, stage, phase, half, STEPS, KEEP)
+        for tile_v in range(first, last):
+            v0 = first_v + tile_v * CLASSES
+            offs_v = v0 + gl.arange(0, CLASSES, layout=of_columns)
+            if KEEP:
+                following, stage, phase = begin_logits(shared, stage, phase, half, STEPS)
+            else:
+                z, stage, phase = logits(shared, stage, phase, half, STEPS, KEEP)
+            g = logit_gradients(
+                z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, offs_v, v0, V, softcap, smoothing, uniform,
+                CLASSES, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING,
+            )  # fmt: skip
+            if KEEP:
+                z = end_logits(shared, following, stage, STEPS)
+            store_rounded(G, out_tiles, g, n0 + half * ROWS, tile_v * CLASSES, half)
+        tokens_are_read(shared, True, KEEP)
+    tma.store_wait(0)
+
+
+# cce/kernels/gradient.py says what it computes.
+@gluon.jit
+def _logit_gradient_kernel(
+    E, C, G, Bias, Codes, Lse, Expm1, Dloss, Dlse, N, V, first_v, width, softcap, smoothing, uniform, splits,
+    STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_DLSE: gl.constexpr,
+    HAS_SMOOTHING: gl.constexpr,
+):  # fmt: skip
+    shared = shared_memory(E, C, STEPS, KEEP)
+    out_tiles = gl.allocate_shared_memory(G.dtype, [4, ROWS, STORED], G.layout)
+    gl.warp_specialize(
+        [
+            (_gradient_consumer, (shared, out_tiles, G, Bias, Codes, Lse, Expm1, Dloss, Dlse, N, V, first_v, width,
+                                  softcap, smoothing, uniform, splits, 0, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE,
+                                  HAS_SMOOTHING)),
+            (_gradient_consumer, (shared, out_tiles, G, Bias, Codes, Lse, Expm1, Dloss, Dlse, N, V, first_v, width,
+                                  softcap, smoothing, uniform, splits, 1, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE,
+                                  HAS_SMOOTHING)),
+            (produce, (E, C, shared, Codes, N, width, 0, first_v, splits, STEPS, KEEP, False, KEEP)),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+def logit_gradient(e_ND: torch.Tensor, c_VD: torch.Tensor, g_Nw: torch.Tensor, arguments: tuple, flags: dict) -> None:
+    """As gradient.py's _logit_gradient_kernel, without filter and sums for a bias."""
+    grid, constants = walk(e_ND.shape[0], e_ND, arguments[-1])
+    _logit_gradient_kernel[grid](*operands(e_ND, c_VD, True), result(g_Nw), *arguments, **constants, **flags, **LAUNCH)

@@ -1,0 +1,35 @@
+"""Descriptors and grids of the kernels beside this file."""
+
+import torch
+import triton
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from cce.kernels.hopper.pipeline import DEPTH, ROWS, STORED, TOKENS
+from cce.tiles import KEPT_HIDDEN, logits_tile
+
+SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+# Warps of the first group. 65536 registers over the 12 warps of three warpgroups; the kernels hand most of them to two.
+LAUNCH = dict(num_warps=4, maxnreg=168)
+
+
+def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], SWIZZLED)
+
+
+def operands(e_ND: torch.Tensor, c_VD: torch.Tensor, stored: bool) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of the blocks that come at a step. e, c: `addressable`, bf16 or fp16. stored: as of cce/tiles.py: logits_tile."""
+    classes = logits_tile(e_ND.dtype, e_ND.shape[1], "hopper", stored).columns
+    return _descriptor(e_ND, ROWS.value, DEPTH.value), _descriptor(c_VD, classes, DEPTH.value)
+
+
+def result(matrix: torch.Tensor) -> TensorDescriptor:
+    """Of the blocks that are stored."""
+    return _descriptor(matrix, ROWS.value, STORED.value)
+
+
+def walk(tokens: int, e_ND: torch.Tensor, splits: int) -> tuple[tuple[int], dict]:
+    """(grid, constants): a program a multiprocessor, or fewer."""
+    D, items = e_ND.shape[1], triton.cdiv(tokens, TOKENS.value) * splits
+    programs = torch.cuda.get_device_properties(e_ND.device).multi_processor_count
+    return (min(items, programs),), dict(STEPS=triton.cdiv(D, DEPTH.value), KEEP=D <= KEPT_HIDDEN)

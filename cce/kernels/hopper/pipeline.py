@@ -1,0 +1,205 @@
+"""Tiles of logits by specialized warps: one warp asks for the operands, two groups of four make products of them."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from cce.kernels.epilogues import halves
+from cce.kernels.logits import grouped
+from cce.targets import IGNORED
+from cce.tiles import HOPPER_TILE
+
+_IGNORED = gl.constexpr(IGNORED)
+TOKENS = gl.constexpr(HOPPER_TILE.rows)
+ROWS = gl.constexpr(HOPPER_TILE.rows // 2)  # tokens of a group of warps
+DEPTH = gl.constexpr(HOPPER_TILE.depth)  # hidden entries of a step
+GROUP = gl.constexpr(HOPPER_TILE.group)
+STORED = gl.constexpr(64)  # classes of a block that is stored at a time
+
+
+@gluon.constexpr_function
+def logits_layout(classes):
+    """How a tile of logits lies in the registers of a group of warps."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, classes, 16])
+
+
+@gluon.jit
+def item_at(item, Codes, N, V, splits, CLASSES: gl.constexpr):
+    """(first token, split, first tile of classes, one past the last, whether any token is not ignored)."""
+    tile_n, split = grouped(item, gl.cdiv(N, TOKENS), splits, GROUP)
+    tiles_v = gl.cdiv(V, CLASSES)
+    first = (split * tiles_v) // splits
+    last = ((split + 1) * tiles_v) // splits
+    n0 = tile_n * TOKENS
+    offs_n = n0 + gl.arange(0, TOKENS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    code = gl.load(Codes + offs_n, mask=offs_n < N, other=_IGNORED)
+    return n0, split, first, last, gl.max(code, 0) != _IGNORED
+
+
+@gluon.jit
+def shared_memory(E, C, STEPS: gl.constexpr, KEEP: gl.constexpr):
+    """Buffers and barriers: (e tiles, c tiles, full, empty, e's full, e's empty)."""
+    STAGES: gl.constexpr = 1024 // C.block_type.shape[0]  # as many as 128 KiB of c hold
+    e_tiles = gl.allocate_shared_memory(E.dtype, [2 * (STEPS if KEEP else STAGES), ROWS, DEPTH], E.layout)
+    c_tiles = gl.allocate_shared_memory(C.dtype, [STAGES] + C.block_type.shape, C.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    e_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    e_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=2)
+    mbarrier.init(e_full, count=1)
+    mbarrier.init(e_empty, count=2)
+    return e_tiles, c_tiles, full, empty, e_full, e_empty
+
+
+@gluon.jit
+def produce(
+    E,
+    C,
+    shared,
+    Codes,
+    N,
+    V,
+    first_n,
+    first_v,
+    splits,
+    STEPS: gl.constexpr,
+    KEEP: gl.constexpr,
+    SKIP: gl.constexpr,
+    AHEAD: gl.constexpr,
+):
+    """The operands of every step of every tile of every item, in the order in which they are consumed.
+
+    SKIP: the consumers leave items out whose tokens are all ignored. AHEAD: they begin with a tile before they end the one before,
+    also behind an item's last: one more comes, which nobody looks at.
+    """
+    e_tiles, c_tiles, full, empty, e_full, e_empty = shared
+    STAGES: gl.constexpr = c_tiles.type.shape[0]
+    CLASSES: gl.constexpr = c_tiles.type.shape[1]
+    stage, phase, e_phase = 0, 1, 1  # nothing has been read: the phase before the first counts as complete
+    for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
+        n0, _, first, last, busy = item_at(item, Codes, N, V, splits, CLASSES)
+        if SKIP and not busy:
+            last = first
+        n0 += first_n
+        if KEEP:
+            if first < last:
+                mbarrier.wait(e_empty, e_phase)
+                mbarrier.expect(e_full, 2 * STEPS * E.block_type.nbytes)
+                for step in gl.static_range(STEPS):
+                    tma.async_copy_global_to_shared(E, [n0, step * DEPTH], e_full, e_tiles.index(2 * step))
+                    tma.async_copy_global_to_shared(E, [n0 + ROWS, step * DEPTH], e_full, e_tiles.index(2 * step + 1))
+                e_phase ^= 1
+        if AHEAD:
+            last += 1
+        for tile_v in range(first, last):
+            v0 = first_v + tile_v * CLASSES
+            for step in range(STEPS):
+                bar = full.index(stage)
+                mbarrier.wait(empty.index(stage), phase)
+                if KEEP:
+                    mbarrier.expect(bar, C.block_type.nbytes)
+                else:
+                    mbarrier.expect(bar, C.block_type.nbytes + 2 * E.block_type.nbytes)
+                    tma.async_copy_global_to_shared(E, [n0, step * DEPTH], bar, e_tiles.index(2 * stage))
+                    tma.async_copy_global_to_shared(E, [n0 + ROWS, step * DEPTH], bar, e_tiles.index(2 * stage + 1))
+                tma.async_copy_global_to_shared(C, [v0, step * DEPTH], bar, c_tiles.index(stage))
+                stage += 1
+                if stage == STAGES:
+                    stage = 0
+                    phase ^= 1
+
+
+@gluon.jit
+def logits(shared, stage, phase, half: gl.constexpr, STEPS: gl.constexpr, KEEP: gl.constexpr):
+    """(e_n . c_v of a group's tokens [ROWS, CLASSES], stage, phase after it)."""
+    e_tiles, c_tiles, full, empty, e_full, e_empty = shared
+    STAGES: gl.constexpr = c_tiles.type.shape[0]
+    CLASSES: gl.constexpr = c_tiles.type.shape[1]
+    z = gl.zeros([ROWS, CLASSES], gl.float32, logits_layout(CLASSES))
+    for step in range(STEPS):
+        mbarrier.wait(full.index(stage), phase)
+        e_tile = e_tiles.index(2 * (step if KEEP else stage) + half)
+        z = warpgroup_mma(e_tile, c_tiles.index(stage).permute((1, 0)), z, use_acc=step > 0, is_async=True)
+        z = warpgroup_mma_wait(1, deps=(z,))
+        # The stage before is computed: a carried copy of `stage` would be taken for a constant of the loop.
+        mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), pred=step > 0)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    z = warpgroup_mma_wait(0, deps=(z,))
+    mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES))
+    return z, stage, phase
+
+
+@gluon.jit
+def begin_logits(shared, stage, phase, half: gl.constexpr, STEPS: gl.constexpr):
+    """As `logits` where tokens are kept, but the products are under way: end_logits waits for them."""
+    e_tiles, c_tiles, full, empty, e_full, e_empty = shared
+    STAGES: gl.constexpr = c_tiles.type.shape[0]
+    CLASSES: gl.constexpr = c_tiles.type.shape[1]
+    z = gl.zeros([ROWS, CLASSES], gl.float32, logits_layout(CLASSES))
+    for step in gl.static_range(STEPS):
+        mbarrier.wait(full.index(stage), phase)
+        e_tile = e_tiles.index(2 * step + half)
+        z = warpgroup_mma(e_tile, c_tiles.index(stage).permute((1, 0)), z, use_acc=step > 0, is_async=True)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    return z, stage, phase
+
+
+@gluon.jit
+def end_logits(shared, z, stage, STEPS: gl.constexpr):
+    """z [ROWS, CLASSES]; stage: that after its last step."""
+    empty = shared[3]
+    STAGES: gl.constexpr = shared[1].type.shape[0]
+    z = warpgroup_mma_wait(0, deps=(z,))
+    for step in gl.static_range(STEPS):
+        mbarrier.arrive(empty.index((stage + STAGES - STEPS + step) % STAGES))
+    return z
+
+
+@gluon.jit
+def tokens_have_come(shared, e_phase, some, KEEP: gl.constexpr):
+    """e's phase after an item's tokens have come (some: whether any do)."""
+    if KEEP:
+        if some:
+            mbarrier.wait(shared[4], e_phase)
+            e_phase ^= 1
+    return e_phase
+
+
+@gluon.jit
+def tokens_are_read(shared, some, KEEP: gl.constexpr):
+    if KEEP:
+        mbarrier.arrive(shared[5], pred=some)
+
+
+@gluon.jit
+def store_rounded(Out, out_tiles, x, n0, v0, half: gl.constexpr):
+    """Round a group's tile to Out's dtype and write it, two blocks of STORED classes at a time."""
+    CLASSES: gl.constexpr = x.shape[1]
+    left, right = halves(x, ROWS, CLASSES)
+    if CLASSES == 2 * STORED:
+        left_tile = out_tiles.index(2 * half)
+        right_tile = out_tiles.index(2 * half + 1)
+        tma.store_wait(0)
+        left_tile.store(left.to(Out.dtype))
+        right_tile.store(right.to(Out.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(Out, [n0, v0], left_tile)
+        tma.async_copy_shared_to_global(Out, [n0, v0 + STORED], right_tile)
+    else:
+        store_rounded(Out, out_tiles, left, n0, v0, half)
+        store_rounded(Out, out_tiles, right, n0, v0 + CLASSES // 2, half)

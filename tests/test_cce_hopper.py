@@ -1,0 +1,67 @@
+"""The kernels for Hopper compile for it, on a machine without a GPU, and fit it; tests/gpu runs them."""
+
+import importlib
+import subprocess
+from pathlib import Path
+
+import pytest
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+SHARED_MEMORY = 227 * 1024  # bytes that one program may have
+POINTERS = {
+    "Bias": "bf16", "Codes": "i32", "TileMaxima": "fp16",
+    **dict.fromkeys(
+        ("Target", "Part", "PartTotal", "Reference", "TileReference", "Lse", "Expm1", "Dloss", "Dlse"), "fp32"
+    ),
+}  # fmt: skip
+NUMBERS = dict.fromkeys(("N", "V", "splits", "first_n", "first_v", "width"), "i32") | dict.fromkeys(
+    ("softcap", "smoothing", "uniform"), "fp32"
+)
+
+
+def signature(kernel, classes: int, constants: dict) -> tuple[dict, dict]:
+    """(types of the arguments, constants by position), every optional tensor given."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    blocks = {"E": 64, "C": classes, "W": 64, "G": 64}
+    types = {}
+    for name in kernel.arg_names:
+        if name in blocks:
+            types[name] = f"tensordesc<bf16[{blocks[name]}, 64],{layout!r}>"
+        elif name in POINTERS:
+            types[name] = "*" + POINTERS[name]
+        else:
+            types[name] = NUMBERS.get(name, "constexpr")
+    return types, {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+
+
+@pytest.mark.parametrize("hidden", [256, 2048])
+@pytest.mark.parametrize("module", ["log_sum_exp", "exponentials", "gradient"])
+def test_compiles_and_fits(module, hidden, tmp_path):
+    names = {"log_sum_exp": "_log_sum_exp_kernel", "exponentials": "_exponentials_kernel"}
+    kernel = getattr(
+        importlib.import_module(f"cce.kernels.hopper.{module}"), names.get(module, "_logit_gradient_kernel")
+    )
+    host = importlib.import_module("cce.kernels.hopper.host")
+    keep = hidden <= 256
+    flags = [name for name in kernel.arg_names if name.startswith(("HAS_", "NEED_"))]
+    constants = dict.fromkeys(flags, False) | {"STEPS": hidden // 64, "KEEP": keep, "HAS_BIAS": True}
+    if module == "log_sum_exp":
+        constants |= {"MAXIMA_V": 128, "NEED_MAXIMA": True}
+    classes = 128 if keep and module != "log_sum_exp" else 256
+    types, positions = signature(kernel, classes, constants)
+    source = GluonASTSource(fn=kernel, signature=types, constexprs=positions)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=host.LAUNCH)
+    assert compiled.metadata.shared <= SHARED_MEMORY
+
+    ptx = tmp_path / "kernel.ptx"
+    ptx.write_text(compiled.asm["ptx"])
+    ptxas = Path(nvidia.__file__).parent / "bin" / "ptxas"
+    said = subprocess.run(
+        [ptxas, "-v", "-arch=sm_90a", ptx, "-o", tmp_path / "kernel.cubin"], capture_output=True, text=True, check=True
+    ).stderr
+    # ptxas says so where it cannot keep products in flight, which is what these kernels are for.
+    assert "wgmma" not in said, said

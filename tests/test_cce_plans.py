@@ -1,0 +1,63 @@
+"""How the work is cut: slices of the vocabulary, chunks of tokens, splits among programs."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from cce import plans
+from cce.tiles import MULTIPROCESSORS, logits_tile, vocabulary_splits
+
+SHAPES = ((1000, 256, 32768), (8192, 2304, 256000), (16384, 2048, 128256), (65536, 256, 32768), (300, 4096, 1001))
+
+
+@pytest.mark.parametrize("n,d,v", SHAPES)
+def test_slices_cover_the_vocabulary_and_fit(n, d, v):
+    """Each class once, in order; a slice's G fits its buffer, or the rows of dC behind it."""
+    for buffer_classes, c_itemsize in itertools.product((128, 1024, 4096), (None, 2, 4)):
+        reached = 0
+        for first, width, in_dc in plans.slices(n, d, v, 128, buffer_classes, 2, c_itemsize):
+            assert first == reached and first % 128 == 0 and width > 0
+            columns = -(-width // 128) * 128
+            if in_dc:
+                assert 2 * n * columns <= (v - first - width) * d * c_itemsize and columns > buffer_classes
+            else:
+                assert columns <= buffer_classes
+            reached += width
+        assert reached == v
+
+
+@pytest.mark.parametrize("arch", ["hopper", "other"])
+@pytest.mark.parametrize("n,d,v", SHAPES)
+def test_one_pass_is_chosen_only_where_it_fits(n, d, v, arch):
+    chosen = {}
+    for accumulation, mib in itertools.product(("fp32", "kahan", "plain"), (16, 128, 1024, 4096, 2**20)):
+        choice = plans.one_pass_chunk(n, d, v, accumulation, mib, True, arch)
+        chosen[accumulation, mib] = choice
+        if choice is not None:
+            chunk, kept = choice
+            assert plans.one_pass_bytes(n, chunk, d, v, kept, True, arch) <= mib * 2**20
+            assert kept == accumulation or (accumulation, kept) == ("kahan", "fp32")
+    assert chosen["fp32", 16] is None or n * d * v < 2**36  # the fp32 sum alone is larger
+    if n >= 1000:
+        assert chosen["fp32", 2**20] is not None and chosen["kahan", 2**20][1] == "fp32"
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("n,d,v", [*SHAPES, (2048, 2048, 128256), (16384, 2048, 4992), (1, 64, 50)])
+def test_splits_leave_no_program_idle_for_long(n, d, v, stored):
+    """The busiest program has at most a tenth more tiles than all would have if they could be divided, or one tile."""
+    tile = logits_tile(torch.bfloat16, d, "hopper", stored)
+    token_tiles, class_tiles = math.ceil(n / tile.rows), math.ceil(v / tile.columns)
+    splits = vocabulary_splits(n, v, tile, "hopper")
+    assert 1 <= splits <= class_tiles
+    rounds = math.ceil(token_tiles * splits / MULTIPROCESSORS)
+    busiest = rounds * math.ceil(class_tiles / splits)
+    assert busiest <= max(1.1 * token_tiles * class_tiles / MULTIPROCESSORS, 1), (busiest, splits)
+
+
+@pytest.mark.parametrize("most", [1, 7, 1000])
+def test_no_more_splits_than_allowed(most):
+    tile = logits_tile(torch.bfloat16, 2048, "hopper", False)
+    assert vocabulary_splits(16384, 128256, tile, "hopper", most) <= most
