@@ -124,16 +124,21 @@ def backward_parts(
         dloss_N = dloss_N / scale
         dlse_N = None if dlse_N is None else dlse_N / scale
 
+    g_Nw = launch = prepared = None
     for v0, w, in_dc in walk:
-        g_Nw = None
-        if need_e or need_c:
-            columns = triton.cdiv(w, granule) * granule
-            place = dc_VD[v0 + w :].view(-1).view(dtype) if in_dc else buffer
-            g_Nw = place[: N * columns].view(N, columns)[:, :w]
-        logit_gradient(
-            e_ND, c_VD, bias_V, codes_N, lse_N, expm1_N, dloss_N, dlse_N, softcap, label_smoothing,
-            g_Nw, bias_parts, kept, v0, w,
-        )  # fmt: skip
+        if (
+            in_dc or prepared != w
+        ):  # slices of the same buffer differ by their first class only: small models wait for the host
+            if need_e or need_c:
+                columns = triton.cdiv(w, granule) * granule
+                place = dc_VD[v0 + w :].view(-1).view(dtype) if in_dc else buffer
+                g_Nw = place[: N * columns].view(N, columns)[:, :w]
+            launch = logit_gradient(
+                e_ND, c_VD, bias_V, codes_N, lse_N, expm1_N, dloss_N, dlse_N, softcap, label_smoothing, g_Nw, bias_parts,
+                kept, w,
+            )  # fmt: skip
+            prepared = None if in_dc else w
+        launch(v0)
         tiles = None if decided is None else decided[:, v0 // granule : triton.cdiv(v0 + w, granule)]
         if need_bias:
             torch.sum(bias_parts[:, :w], 0, out=dbias_V[v0 : v0 + w])

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from cce.kernels.epilogues import logit_gradients
+from cce.kernels.launch import Launch
 from cce.kernels.logits import descriptor, grouped, precision, raw_logits, store_tile, stored_columns
 from cce.targets import IGNORED
 from cce.tiles import architecture, logits_tile, vocabulary_splits
@@ -12,14 +13,14 @@ from cce.tiles import architecture, logits_tile, vocabulary_splits
 _IGNORED = tl.constexpr(IGNORED)
 
 
-# One program makes one tile of G: logit_gradients. G is rounded once, when it is stored.
+# One program makes one tile of G, for `width` classes from first_v on: logit_gradients. G is rounded once, when it is stored.
 # FILTER: a tile whose byte in Kept is 0 is left alone, unread and unwritten.
 # Column sums of the unrounded G go to BiasPart, one row per tile of tokens, and are added in a fixed order afterwards.
 # What is stored for classes past V and tokens past N is cut off by the descriptor or by the products' ranges.
 @triton.jit
 def _logit_gradient_kernel(
     E, C, G, Bias, Codes, Lse, Expm1, Dloss, Dlse, BiasPart, Kept,
-    N, V, first_v, width, stride_bias, stride_kept, softcap, smoothing, uniform,
+    N, V, width, stride_bias, stride_kept, softcap, smoothing, uniform, first_v,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
     NEED_BIAS: tl.constexpr, NEED_G: tl.constexpr, FILTER: tl.constexpr, PRECISION: tl.constexpr,
@@ -62,10 +63,10 @@ def logit_gradient(
     g_Nw: torch.Tensor | None,
     bias_parts: torch.Tensor | None,
     kept: torch.Tensor | None,
-    v0: int,
     width: int,
-) -> None:
-    """Fill g_Nw [N, >= width] for classes v0 to v0 + width, and bias_parts [tiles of tokens, >= width] fp32; None: not wanted.
+) -> Launch:
+    """launch(v0) fills g_Nw [N, >= width] for classes v0 to v0 + width, and bias_parts [tiles of tokens, >= width] fp32; None: not
+    wanted.
 
     kept [filter tiles of tokens, filter tiles of all classes] uint8: tiles with 0 stay unwritten. expm1_N is expm1(-nll).
     """
@@ -81,17 +82,24 @@ def logit_gradient(
 
         tile = logits_tile(e_ND.dtype, D, arch, stored=True)
         splits = vocabulary_splits(N, width, tile, arch)
-        hopper.logit_gradient(e_ND, c_VD, g_Nw, (*arguments, N, V, v0, width, *numbers, splits), flags)
-        return
+        return hopper.logit_gradient(e_ND, c_VD, g_Nw, (*arguments, N, V, width, *numbers, splits), flags)
     tile = logits_tile(e_ND.dtype, D, "other" if arch == "hopper" else arch, stored=True)
-    _logit_gradient_kernel[(triton.cdiv(N, tile.rows) * triton.cdiv(width, tile.columns),)](
-        descriptor(e_ND, tile.rows, tile.depth), descriptor(c_VD, tile.columns, tile.depth),
-        None if g_Nw is None else descriptor(g_Nw, tile.rows, stored_columns(tile.columns)),
-        *arguments, bias_parts, kept, N, V, v0, width,
-        0 if bias_parts is None else bias_parts.stride(0), 0 if kept is None else kept.stride(0), *numbers,
-        D=D, BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_D=tile.depth, GROUP=tile.group, **flags,
-        NEED_BIAS=bias_parts is not None, NEED_G=g_Nw is not None,
-        FILTER=kept is not None, PRECISION=precision(e_ND.dtype), num_warps=tile.warps, num_stages=tile.stages,
+    return Launch(
+        _logit_gradient_kernel,
+        (triton.cdiv(N, tile.rows) * triton.cdiv(width, tile.columns),),
+        (
+            descriptor(e_ND, tile.rows, tile.depth), descriptor(c_VD, tile.columns, tile.depth),
+            None if g_Nw is None else descriptor(g_Nw, tile.rows, stored_columns(tile.columns)),
+            *arguments, bias_parts, kept, N, V, width,
+            0 if bias_parts is None else bias_parts.stride(0), 0 if kept is None else kept.stride(0), *numbers,
+        ),
+        dict(
+            D=D, BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_D=tile.depth, GROUP=tile.group, **flags,
+            NEED_BIAS=bias_parts is not None, NEED_G=g_Nw is not None, FILTER=kept is not None,
+            PRECISION=precision(e_ND.dtype),
+        ),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from cce.kernels.hopper.pipeline import (
     tokens_are_read,
     tokens_have_come,
 )
+from cce.kernels.launch import Launch
 from cce.targets import IGNORED
 
 _IGNORED = gl.constexpr(IGNORED)
@@ -66,7 +67,7 @@ def _gradient_consumer(
 # cce/kernels/gradient.py says what it computes.
 @gluon.jit
 def _logit_gradient_kernel(
-    E, C, G, Bias, Codes, Lse, Expm1, Dloss, Dlse, N, V, first_v, width, softcap, smoothing, uniform, splits,
+    E, C, G, Bias, Codes, Lse, Expm1, Dloss, Dlse, N, V, width, softcap, smoothing, uniform, splits, first_v,
     STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_DLSE: gl.constexpr,
     HAS_SMOOTHING: gl.constexpr,
 ):  # fmt: skip
@@ -87,7 +88,13 @@ def _logit_gradient_kernel(
     )  # fmt: skip
 
 
-def logit_gradient(e_ND: torch.Tensor, c_VD: torch.Tensor, g_Nw: torch.Tensor, arguments: tuple, flags: dict) -> None:
-    """As gradient.py's _logit_gradient_kernel, without filter and sums for a bias."""
+def logit_gradient(e_ND: torch.Tensor, c_VD: torch.Tensor, g_Nw: torch.Tensor, arguments: tuple, flags: dict) -> Launch:
+    """As gradient.py's _logit_gradient_kernel, without filter and sums for a bias; arguments: splits last."""
     grid, constants = walk(e_ND.shape[0], e_ND, arguments[-1])
-    _logit_gradient_kernel[grid](*operands(e_ND, c_VD, True), result(g_Nw), *arguments, **constants, **flags, **LAUNCH)
+    return Launch(
+        _logit_gradient_kernel,
+        grid,
+        (*operands(e_ND, c_VD, True), result(g_Nw), *arguments),
+        {**constants, **flags},
+        **LAUNCH,
+    )
