@@ -6,6 +6,7 @@ import triton.language as tl
 
 from cce.kernels.launch import Launch
 from cce.kernels.logits import interpreting
+from cce.tiles import MULTIPROCESSORS
 
 
 # dE = scale (w C) + own c_target, rounded once, for the N tokens of x from the first_n-th on.
@@ -91,14 +92,15 @@ def _target_rows_kernel(
         tl.store(DC + out, (old + total).to(DC.dtype.element_ty), mask=in_d)
 
 
-# In place, and without a look from the host: a program whose factor is 1 ends at once.
+# In place, and without a look from the host: where the factor is 1 the programs, few, end at once.
 @triton.jit
 def _scale_kernel(X, Factor, count, BLOCK: tl.constexpr):
     factor = tl.load(Factor)
     if factor != 1.0:
-        offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(X + offs, mask=offs < count, other=0.0).to(tl.float32)
-        tl.store(X + offs, (x * factor).to(X.dtype.element_ty), mask=offs < count)
+        for block in range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+            offs = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(X + offs, mask=offs < count, other=0.0).to(tl.float32)
+            tl.store(X + offs, (x * factor).to(X.dtype.element_ty), mask=offs < count)
 
 
 def hidden_gradient(
@@ -141,4 +143,4 @@ def add_target_rows(
 def scale_in_place(matrix: torch.Tensor, factor: torch.Tensor) -> None:
     """matrix (contiguous) *= factor, an fp32 scalar on the device; costs nothing when it is 1."""
     count, block = matrix.numel(), 4096
-    _scale_kernel[(triton.cdiv(count, block),)](matrix, factor, count, BLOCK=block)
+    _scale_kernel[(min(triton.cdiv(count, block), 8 * MULTIPROCESSORS),)](matrix, factor, count, BLOCK=block)
