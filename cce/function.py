@@ -1,5 +1,7 @@
 """The autograd functions: TokenLosses by slices of the vocabulary, SummedLoss in one pass; cce/plans.py says which."""
 
+import operator
+
 import torch
 
 from cce.operators import (
@@ -39,16 +41,19 @@ def chunk_of_tokens(
     # A plain sum of dC over chunks would lose what one product by slices keeps.
     if mode.filter_eps is not None or mode.accumulation == "plain":
         return None
-    # torch.compile looks once, and warns of caches.
-    choose = one_pass_chunk.__wrapped__ if torch.compiler.is_compiling() else one_pass_chunk
-    return choose(
-        *e_ND.shape,
-        c_VD.shape[0],
+    return _chosen(
+        *(operator.index(size) for size in (*e_ND.shape, c_VD.shape[0])),
         mode.accumulation,
         workspace_mib,
         c_VD.requires_grad,
         architecture(e_ND.device, dtype),
     )
+
+
+# torch.compile takes the answer for a constant of the shape, a compilation a shape, instead of tracing how it comes about.
+@torch.compiler.assume_constant_result
+def _chosen(*of) -> tuple[int, Accumulation] | None:
+    return one_pass_chunk(*of)
 
 
 class _Once(torch.autograd.Function):

@@ -24,9 +24,10 @@ def runs_kernels(tensor: torch.Tensor) -> bool:
 
 def tile_maxima_like(e: torch.Tensor, c: torch.Tensor, needed: bool) -> torch.Tensor:
     """What the filter keeps of the forward pass: [tiles of classes, N] fp16 for the kernels, nothing for the blockwise path."""
+    if not needed or not runs_kernels(e):
+        return e.new_empty(0, e.shape[0], dtype=torch.float16)
     columns = filter_tile(architecture(e.device, e.dtype))[1]
-    tiles = -(-c.shape[0] // columns) if needed and runs_kernels(e) else 0
-    return e.new_empty(tiles, e.shape[0], dtype=torch.float16)
+    return e.new_empty(-(-c.shape[0] // columns), e.shape[0], dtype=torch.float16)
 
 
 def called(function, operator):
@@ -54,7 +55,7 @@ def _(targets, ignore_index, start, stop, sharded):
 
 
 def forward_parts(e, c, bias, codes, softcap, need_mean, need_maxima):
-    with torch.autocast(e.device.type, enabled=False):
+    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         if runs_kernels(e):
             from cce import kernels
 
@@ -86,7 +87,7 @@ def backward_parts(
     mode = GradientMode(filter_eps, filter_e, filter_c, accumulation)
     before = (e, c, bias, codes, lse, nll)
     after = (dloss, dlse, softcap, label_smoothing, mode, tuple(needs), (e_dtype, c_dtype))
-    with torch.autocast(e.device.type, enabled=False):
+    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         if runs_kernels(e):
             from cce import kernels
 
@@ -123,7 +124,7 @@ def _(
 def one_pass(e, c, bias, codes, dloss, softcap, z_loss, chunk, accumulation, need_e, need_c, e_dtype, c_dtype):
     from cce import kernels
 
-    with torch.autocast(e.device.type, enabled=False):
+    with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         nll, lse, de, dc = kernels.one_pass(
             e, c, bias, codes, dloss, softcap, z_loss, chunk, accumulation, (need_e, need_c), (e_dtype, c_dtype)
         )

@@ -125,13 +125,15 @@ def one_pass_chunk(
     step = logits_tile(torch.bfloat16, hidden, arch, stored=True).rows
     token_tiles = math.ceil(tokens / step)
 
+    def fits(rows: int, kept: Accumulation) -> bool:
+        return one_pass_bytes(tokens, rows * step, hidden, vocabulary, kept, need_c, arch) <= workspace * MIB
+
     def most_tiles(kept: Accumulation) -> int:
         """Of tokens, in a chunk that fits; 0 if none does."""
         low, high = 0, token_tiles
         while low < high:
             middle = (low + high + 1) // 2
-            taken = one_pass_bytes(tokens, middle * step, hidden, vocabulary, kept, need_c, arch)
-            if taken <= workspace * MIB:
+            if fits(middle, kept):
                 low = middle
             else:
                 high = middle - 1
@@ -161,6 +163,6 @@ def one_pass_chunk(
         return None
     rows = most
     for fewer in range(most - 1, max(0, most - MULTIPROCESSORS), -1):
-        if seconds(fewer) < seconds(rows):
+        if seconds(fewer) < seconds(rows) and fits(fewer, kept):
             rows = fewer
     return (rows * step, kept) if 2 * product + seconds(rows) < by_slices else None

@@ -22,9 +22,11 @@ GLUON_VERSIONS = ("3.6.", "3.7.")
 def architecture(device: torch.device, dtype: torch.dtype) -> Architecture:
     if device.type == "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
         return "interpreter"
+    if device.type != "cuda" or torch.version.cuda is None or dtype not in (torch.bfloat16, torch.float16):
+        return "other"
     import triton
 
-    known = triton.__version__.startswith(GLUON_VERSIONS) and dtype in (torch.bfloat16, torch.float16)
+    known = triton.__version__.startswith(GLUON_VERSIONS)
     return "hopper" if known and torch.cuda.get_device_capability(device) == (9, 0) else "other"
 
 

@@ -1,6 +1,7 @@
 """The kernels for Hopper compile for it, on a machine without a GPU, and fit it; tests/gpu runs them."""
 
 import importlib
+import re
 import subprocess
 from pathlib import Path
 
@@ -23,14 +24,14 @@ NUMBERS = dict.fromkeys(("N", "V", "splits", "first_n", "first_v", "width"), "i3
 )
 
 
-def signature(kernel, classes: int, constants: dict) -> tuple[dict, dict]:
+def signature(kernel, dtype: str, classes: int, constants: dict) -> tuple[dict, dict]:
     """(types of the arguments, constants by position), every optional tensor given."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     blocks = {"E": 64, "C": classes, "W": 64, "G": 64}
     types = {}
     for name in kernel.arg_names:
         if name in blocks:
-            types[name] = f"tensordesc<bf16[{blocks[name]}, 64],{layout!r}>"
+            types[name] = f"tensordesc<{dtype}[{blocks[name]}, 64],{layout!r}>"
         elif name in POINTERS:
             types[name] = "*" + POINTERS[name]
         else:
@@ -38,21 +39,21 @@ def signature(kernel, classes: int, constants: dict) -> tuple[dict, dict]:
     return types, {(kernel.arg_names.index(name),): value for name, value in constants.items()}
 
 
-@pytest.mark.parametrize("hidden", [256, 2048])
-@pytest.mark.parametrize("module", ["log_sum_exp", "exponentials", "gradient"])
-def test_compiles_and_fits(module, hidden, tmp_path):
-    names = {"log_sum_exp": "_log_sum_exp_kernel", "exponentials": "_exponentials_kernel"}
-    kernel = getattr(
-        importlib.import_module(f"cce.kernels.hopper.{module}"), names.get(module, "_logit_gradient_kernel")
-    )
+@pytest.mark.parametrize(
+    "options", [(), ("HAS_BIAS", "HAS_SOFTCAP", "HAS_DLSE", "HAS_SMOOTHING", "NEED_TOTAL", "NEED_MAXIMA")]
+)
+@pytest.mark.parametrize("dtype,hidden", [("bf16", 256), ("fp16", 2048)])
+@pytest.mark.parametrize("name", ["log_sum_exp", "exponentials", "logit_gradient"])
+def test_compiles_and_fits(name, dtype, hidden, options, tmp_path):
+    module = "gradient" if name == "logit_gradient" else name
+    kernel = getattr(importlib.import_module(f"cce.kernels.hopper.{module}"), f"_{name}_kernel")
     host = importlib.import_module("cce.kernels.hopper.host")
     keep = hidden <= 256
-    flags = [name for name in kernel.arg_names if name.startswith(("HAS_", "NEED_"))]
-    constants = dict.fromkeys(flags, False) | {"STEPS": hidden // 64, "KEEP": keep, "HAS_BIAS": True}
-    if module == "log_sum_exp":
-        constants |= {"MAXIMA_V": 128, "NEED_MAXIMA": True}
-    classes = 128 if keep and module != "log_sum_exp" else 256
-    types, positions = signature(kernel, classes, constants)
+    flags = {flag: flag in options for flag in kernel.arg_names if flag.startswith(("HAS_", "NEED_"))}
+    constants = flags | {"STEPS": hidden // 64, "KEEP": keep}
+    if "MAXIMA_V" in kernel.arg_names:
+        constants["MAXIMA_V"] = 128
+    types, positions = signature(kernel, dtype, 128 if keep and name != "log_sum_exp" else 256, constants)
     source = GluonASTSource(fn=kernel, signature=types, constexprs=positions)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=host.LAUNCH)
     assert compiled.metadata.shared <= SHARED_MEMORY
@@ -65,3 +66,5 @@ def test_compiles_and_fits(module, hidden, tmp_path):
     ).stderr
     # ptxas says so where it cannot keep products in flight, which is what these kernels are for.
     assert "wgmma" not in said, said
+    spilled = max(int(count) for count in re.findall(r"(\d+) bytes spill stores", said))
+    assert spilled <= (128 if not options else 4096), said  # bytes a thread; the softcap's tanh takes many

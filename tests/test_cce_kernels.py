@@ -401,6 +401,19 @@ def test_one_pass_with_a_frozen_side(monkeypatch):
         assert relative(tensors[1 - frozen].grad, expected[1 - frozen]) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_ignored_tokens_may_be_anything(label_smoothing):
+    """By slices: an ignored token whose hidden state is not finite gets no gradient, nor does the bias from it."""
+    e, c, targets, b = inputs(40, 24, 101, torch.float32, bias=True)
+    targets[5], targets[33] = -100, -100
+    with torch.no_grad():
+        e[5], e[33] = float("nan"), float("inf")
+    loss = cce.linear_cross_entropy(e, c, targets, b, label_smoothing=label_smoothing, softcap=3.0)
+    assert loss.isfinite()
+    de, db = torch.autograd.grad(loss, (e, b))
+    assert de.isfinite().all() and (de[5] == 0).all() and db.isfinite().all()
+
+
 def test_operators_and_fakes_agree():
     e, c, targets, _ = inputs(40, 24, 101, torch.bfloat16)
     e, c, codes = e.detach(), c.detach(), targets.int()

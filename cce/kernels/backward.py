@@ -126,9 +126,8 @@ def backward_parts(
 
     g_Nw = launch = prepared = None
     for v0, w, in_dc in walk:
-        if (
-            in_dc or prepared != w
-        ):  # slices of the same buffer differ by their first class only: small models wait for the host
+        # Slices of one buffer and width differ by their first class only: small models wait for the host.
+        if in_dc or prepared != w:
             if need_e or need_c:
                 columns = triton.cdiv(w, granule) * granule
                 place = dc_VD[v0 + w :].view(-1).view(dtype) if in_dc else buffer

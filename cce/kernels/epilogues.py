@@ -155,12 +155,12 @@ def logit_gradients(
     z = add_bias(z, Bias, offs_v, V, HAS_BIAS)
     if HAS_SOFTCAP:
         z = softcap * tanh(z / softcap)
-    # An ignored token's lse is 0, not its own: exp2 might overflow there, and inf * 0 is nan.
-    lse2 = tl.where(active, tl.load(Lse + offs_n, mask=in_n, other=0.0) * LOG2E, float("inf"))
+    lse2 = tl.load(Lse + offs_n, mask=in_n, other=0.0) * LOG2E
     g = tl.exp2(z * LOG2E - lse2[:, None])
-    # What needs to be compared with the target's column is done only where a target lies in the tile.
+    # What needs to be compared with the target's column is done only where a target lies in the tile, or an ignored token.
     here = (code >= v0) & (code < v0 + BLOCK_V)
-    if tl.max(here.to(tl.int32), 0) != 0:
+    seldom = tl.max(tl.where(active, here.to(tl.int32), 2), 0)
+    if seldom != 0:
         own = tl.load(Expm1 + offs_n, mask=here, other=0.0) + smoothing
         g = tl.where(offs_v[None, :] == code[:, None], own[:, None], g)
     if HAS_SMOOTHING:
@@ -178,4 +178,8 @@ def logit_gradients(
     if HAS_SOFTCAP:
         t = z / softcap
         g *= 1 - t * t
+    # An ignored token's lse is 0, not its own, and its hidden state may be anything: inf * 0 is nan.
+    if seldom == 2:
+        tl.debug_barrier()  # keeps the compiler from making selections of the branch, for every tile
+        g = tl.where(active[:, None], g, 0.0)
     return g

@@ -8,8 +8,8 @@ from cce.kernels.logits import interpreting
 class Launch:
     """A kernel with all its arguments but the last, a whole number, which each launch names.
 
-    The first launch goes through Triton, which chooses a compilation by the arguments; later ones take it as it is. It holds for
-    numbers that are multiples of 16 as the first one is: chunks are.
+    The first launch goes through Triton, which chooses a compilation by the arguments; later ones take it as it is where the number
+    is a multiple of 16, as chunks and slices are.
     """
 
     def __init__(
@@ -21,7 +21,7 @@ class Launch:
         self.compiled = None
 
     def __call__(self, number: int) -> None:
-        if self.compiled is not None:
+        if self.compiled is not None and number % 16 == 0:
             self.compiled[(*self.grid, 1, 1)[:3]](*self.arguments, number, *self.constants.values())
             return
         compiled = self.kernel[self.grid](*self.arguments, number, **self.constants, **self.options)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from cce_formula import formula, gradients, inputs, relative
 
 import cce
+import cce.kernels
 from cce import function
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
@@ -112,27 +113,54 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
-@pytest.mark.parametrize("d,softcap,bias", [(72, 3.0, True), (256, None, False), (1000, None, False), (1024, 3.0, True)])
-def test_hopper_and_plain_kernels_agree(monkeypatch, d, softcap, bias):
+@pytest.mark.parametrize(
+    "n,d,v,softcap,bias",
+    [
+        (1500, 72, 5001, 3.0, True),
+        (1500, 256, 5001, None, False),
+        (1500, 1000, 5001, None, False),
+        (1500, 1024, 5001, 3.0, True),
+        (20000, 256, 1000, None, False),  # more tiles of tokens than multiprocessors: a program takes several items
+        (20000, 512, 1000, None, False),
+    ],
+)
+def test_hopper_and_plain_kernels_agree(monkeypatch, n, d, v, softcap, bias):
     """Loss, gradients by slices, in one pass and filtered; tiles of ignored tokens, remainders in N, D and V."""
-    e, c, targets, b = on_gpu(1500, d, 5001, BF16, bias=bias, ignored=0.2, scale=3.0)
+    e, c, targets, b = on_gpu(n, d, v, BF16, bias=bias, ignored=0.2, scale=3.0)
     targets[:400] = -100
     b = None if b is None else b.detach()
-    asking = [m for name, m in sys.modules.items() if name.startswith("cce.") and hasattr(m, "architecture")]
+    asking = {name: m for name, m in sys.modules.items() if name.startswith("cce.") and hasattr(m, "architecture")}
+    assert asking.keys() >= {f"cce.kernels.{name}" for name in ("forward", "gradient", "exponentials", "one_pass")}
+    chunk = 18000 if n > 18000 else 512
     results = {}
     for arch in ("hopper", "other"):
-        for module in asking:
+        for module in asking.values():
             monkeypatch.setattr(module, "architecture", lambda device, dtype, arch=arch: arch)
         of_arch = results[arch] = {}
-        for way, chunk, impl in (
-            ("slices", None, "cce_exact"), ("one pass", (512, "fp32"), "cce_exact"), ("filtered", None, "cce")
-        ):  # fmt: skip
-            monkeypatch.setattr(function, "chunk_of_tokens", lambda *_, chunk=chunk: chunk)
+        for way, taken, impl in (
+            ("slices", None, "cce_exact"),
+            ("one pass", (chunk, "fp32"), "cce_exact"),
+            ("filtered", None, "cce"),
+        ):
+            monkeypatch.setattr(function, "chunk_of_tokens", lambda *_, taken=taken: taken)
             loss = cce.linear_cross_entropy(e, c, targets, b, softcap=softcap, impl=impl, workspace_mib=12)
             of_arch[way] = (loss.detach(), *gradients(loss, [e, c]))
     for way, ours in results["hopper"].items():
         for a, b in zip(ours, results["other"][way]):
             assert relative(a, b) < 1e-4, (way, relative(a, b))
+
+
+def test_ignored_tokens_may_be_anything():
+    """By slices: an ignored token whose hidden state is not finite gets no gradient, nor does a bias from it."""
+    for dtype, frozen_bias in ((BF16, True), (BF16, False), (torch.float32, False)):
+        e, c, targets, b = on_gpu(300, 72, 1000, dtype, bias=True)
+        targets[5], targets[130] = -100, -100
+        with torch.no_grad():
+            e[5], e[130] = float("nan"), float("inf")
+        loss = cce.linear_cross_entropy(e, c, targets, b.detach() if frozen_bias else b, label_smoothing=0.1)
+        tensors = [e] if frozen_bias else [e, b]
+        for gradient in torch.autograd.grad(loss, tensors):
+            assert gradient.isfinite().all()
 
 
 @pytest.mark.parametrize("gap", [5.0, 14.0, 30.0])

@@ -1,14 +1,14 @@
 """The kernels over tiles of logits for NVIDIA's Hopper, with specialized warps (Gluon, Triton's lower level).
 
 A program walks tiles of 128 tokens x 256 classes, one program on a multiprocessor. A producer warp has the tensor memory
-accelerator bring the operands, 64 hidden entries a step, four steps ahead, across tiles. Two groups of four warps consume them,
-each for 64 of the tokens: wgmma into fp32 accumulators, the epilogue (cce/kernels/epilogues.py), and stores that nobody waits
-for until their buffer is needed again. Barriers complete in alternating phases 0 and 1: `full` of a stage when its bytes have
-come, `empty` when both groups have read it.
+accelerator bring the operands, 64 hidden entries a step, as many steps ahead as shared memory has stages, across tiles. Two groups
+of four warps consume them, each for 64 of the tokens: wgmma into fp32 accumulators, the epilogue (cce/kernels/epilogues.py), and
+stores that nobody waits for until their buffer is needed again. Barriers complete in alternating phases 0 and 1: `full` of a
+stage when its bytes have come, `empty` when both groups have read it.
 
-Up to KEPT_HIDDEN hidden entries an epilogue is as long as the products. A program then keeps its tokens' rows in shared memory
-for all tiles of an item, tiles are 128 x 128, and a group begins the products of its next tile before the epilogue of this one,
-in other registers.
+Up to KEPT_HIDDEN hidden entries a program keeps its tokens' rows in shared memory for all tiles of an item. Where it also stores
+a number per logit, the epilogue is then as long as the products: tiles are 128 x 128, and a group begins the products of its
+next tile before the epilogue of this one, in other registers.
 """
 
 from cce.kernels.hopper.exponentials import exponentials

@@ -39,28 +39,33 @@ def _gradient_consumer(
     of_columns: gl.constexpr = gl.SliceLayout(0, logits_layout(CLASSES))
     stage, phase, e_phase = 0, 0, 0
     for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
-        n0, _, first, last, _ = item_at(item, Codes, N, width, splits, CLASSES)
+        n0, _, first, last, busy = item_at(item, Codes, N, width, splits, CLASSES)
         offs_n = n0 + half * ROWS + gl.arange(0, ROWS, layout=of_rows)
         in_n = offs_n < N
         code = gl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
-        e_phase = tokens_have_come(shared, e_phase, True, KEEP)
-        if KEEP:
-            z, stage, phase = logits(shared, stage, phase, half, STEPS, KEEP)
-        for tile_v in range(first, last):
-            v0 = first_v + tile_v * CLASSES
-            offs_v = v0 + gl.arange(0, CLASSES, layout=of_columns)
+        if busy:
+            e_phase = tokens_have_come(shared, e_phase, True, KEEP)
             if KEEP:
-                following, stage, phase = begin_logits(shared, stage, phase, half, STEPS)
-            else:
                 z, stage, phase = logits(shared, stage, phase, half, STEPS, KEEP)
-            g = logit_gradients(
-                z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, offs_v, v0, V, softcap, smoothing, uniform,
-                CLASSES, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING,
-            )  # fmt: skip
-            if KEEP:
-                z = end_logits(shared, following, stage, STEPS)
-            store_rounded(G, out_tiles, g, n0 + half * ROWS, tile_v * CLASSES, half)
-        tokens_are_read(shared, True, KEEP)
+            for tile_v in range(first, last):
+                v0 = first_v + tile_v * CLASSES
+                offs_v = v0 + gl.arange(0, CLASSES, layout=of_columns)
+                if KEEP:
+                    following, stage, phase = begin_logits(shared, stage, phase, half, STEPS)
+                else:
+                    z, stage, phase = logits(shared, stage, phase, half, STEPS, KEEP)
+                g = logit_gradients(
+                    z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, offs_v, v0, V, softcap, smoothing, uniform,
+                    CLASSES, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING,
+                )  # fmt: skip
+                if KEEP:
+                    z = end_logits(shared, following, stage, STEPS)
+                store_rounded(G, out_tiles, g, n0 + half * ROWS, tile_v * CLASSES, half)
+            tokens_are_read(shared, True, KEEP)
+        else:
+            g = gl.zeros([ROWS, CLASSES], gl.float32, logits_layout(CLASSES))
+            for tile_v in range(first, last):
+                store_rounded(G, out_tiles, g, n0 + half * ROWS, tile_v * CLASSES, half)
     tma.store_wait(0)
 
 
@@ -81,7 +86,7 @@ def _logit_gradient_kernel(
             (_gradient_consumer, (shared, out_tiles, G, Bias, Codes, Lse, Expm1, Dloss, Dlse, N, V, first_v, width,
                                   softcap, smoothing, uniform, splits, 1, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE,
                                   HAS_SMOOTHING)),
-            (produce, (E, C, shared, Codes, N, width, 0, first_v, splits, STEPS, KEEP, False, KEEP)),
+            (produce, (E, C, shared, Codes, N, width, 0, first_v, splits, STEPS, KEEP, True, KEEP)),
         ],
         [4, 1],
         [232, 40],

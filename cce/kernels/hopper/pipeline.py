@@ -78,8 +78,8 @@ def produce(
 ):
     """The operands of every step of every tile of every item, in the order in which they are consumed.
 
-    SKIP: the consumers leave items out whose tokens are all ignored. AHEAD: they begin with a tile before they end the one before,
-    also behind an item's last: one more comes, which nobody looks at.
+    SKIP: the consumers take nothing for items whose tokens are all ignored. AHEAD: they begin with a tile before they end the one
+    before, also behind an item's last: one more comes, which nobody looks at.
     """
     e_tiles, c_tiles, full, empty, e_full, e_empty = shared
     STAGES: gl.constexpr = c_tiles.type.shape[0]
@@ -98,7 +98,7 @@ def produce(
                     tma.async_copy_global_to_shared(E, [n0, step * DEPTH], e_full, e_tiles.index(2 * step))
                     tma.async_copy_global_to_shared(E, [n0 + ROWS, step * DEPTH], e_full, e_tiles.index(2 * step + 1))
                 e_phase ^= 1
-        if AHEAD:
+        if AHEAD and first < last:
             last += 1
         for tile_v in range(first, last):
             v0 = first_v + tile_v * CLASSES
