@@ -44,6 +44,14 @@ def test_one_pass_is_chosen_only_where_it_fits(n, d, v, arch):
         assert chosen["fp32", 2**20] is not None and chosen["kahan", 2**20][1] == "fp32"
 
 
+def test_a_chunk_as_large_as_dc_takes_its_memory():
+    """D tokens' exponentials take what dC does: beside its fp32 sum only scratch of a chunk is left."""
+    n, d, v = 16384, 2048, 128256
+    sum_of_c = 4 * v * d
+    assert plans.one_pass_bytes(n, d, d, v, "fp32", True, "hopper") < sum_of_c + 40 * 2**20
+    assert plans.one_pass_bytes(n, d + 128, d, v, "fp32", True, "hopper") > sum_of_c + 2 * v * d
+
+
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("n,d,v", [*SHAPES, (2048, 2048, 128256), (16384, 2048, 4992), (1, 64, 50)])
 def test_splits_leave_no_program_idle_for_long(n, d, v, stored):
