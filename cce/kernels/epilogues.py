@@ -1,7 +1,7 @@
 """What becomes of a tile of logits while it is in registers: part of a log-sum-exp, exponentials to keep, or its gradient.
 
 Written once for both ways to make the logits: the kernels beside this file (any GPU, and the interpreter) and those of
-cce/kernels/hopper.py. z [BLOCK_N, BLOCK_V] fp32: e_n . c_v, before bias and softcap. offs_n and offs_v: its tokens and classes, in
+cce/kernels/hopper. z [BLOCK_N, BLOCK_V] fp32: e_n . c_v, before bias and softcap. offs_n and offs_v: its tokens and classes, in
 the layout of z's rows and columns; v0 the first class.
 """
 
