@@ -65,13 +65,8 @@ def backward_parts(
             torch.zeros(V, dtype=torch.float32, device=device) if need_bias else None,
         )
     e_ND, c_VD = addressable(e_ND), addressable(c_VD)
-    padded, dtype, itemsize, arch = (
-        e_ND.shape[1],
-        e_ND.dtype,
-        e_ND.element_size(),
-        architecture(e_ND.device, e_ND.dtype),
-    )
-    granule = filter_tile(arch)[1]
+    padded, dtype, itemsize = e_ND.shape[1], e_ND.dtype, e_ND.element_size()
+    granule = filter_tile(architecture(device, dtype))[1]
     filter_e, filter_c = mode.filter_e and need_e, mode.filter_c and need_c
 
     de_ND = torch.empty(N, padded, dtype=dtypes[0], device=device) if need_e else None
