@@ -23,6 +23,7 @@ from cce.tiles import (
     MULTIPROCESSORS,
     Architecture,
     logits_tile,
+    padded_width,
     vocabulary_splits,
 )
 
@@ -100,7 +101,7 @@ def one_pass_bytes(
     scaled e, which are gone before the sums of targets' entries come (a number per 16 of e). Of every token: sixteen numbers."""
     references = math.ceil(vocabulary / logits_tile(torch.bfloat16, hidden, arch, stored=True).columns)
     splits = one_pass_splits(chunk, vocabulary, hidden, arch)
-    exponentials = chunk * 2 * (math.ceil(vocabulary / 8) * 8)  # rows at multiples of DESCRIPTOR_BYTES
+    exponentials = chunk * 2 * padded_width(vocabulary, 2)
     of_c = 0
     if need_c:
         of_c = int(mib_of_sum(vocabulary, hidden, accumulation) * MIB)

@@ -4,6 +4,7 @@ N tokens, D hidden, V vocabulary. Chosen for Hopper (227 KiB of shared memory an
 interpreter takes tiny tiles so that a test shape of 37 tokens still has several, with remainders.
 """
 
+import functools
 import math
 import os
 from dataclasses import dataclass
@@ -24,10 +25,14 @@ def architecture(device: torch.device, dtype: torch.dtype) -> Architecture:
         return "interpreter"
     if device.type != "cuda" or torch.version.cuda is None or dtype not in (torch.bfloat16, torch.float16):
         return "other"
+    return "hopper" if _runs_gluon(device) else "other"
+
+
+@functools.cache  # every kernel's launch asks
+def _runs_gluon(device: torch.device) -> bool:
     import triton
 
-    known = triton.__version__.startswith(GLUON_VERSIONS)
-    return "hopper" if known and torch.cuda.get_device_capability(device) == (9, 0) else "other"
+    return triton.__version__.startswith(GLUON_VERSIONS) and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,12 @@ MIB = 2**20
 BIAS_PARTS_BYTES = 4 * MIB  # at most, of the sums over tiles of tokens that become dbias
 # Of the fp32 block through which a Kahan sum goes: small enough to stay in L2 between the product and the addition.
 KAHAN_BLOCK_BYTES = 16 * MIB
+
+
+def padded_width(hidden: int, itemsize: int) -> int:
+    """Columns of a row that descriptors can address: a multiple of 16 bytes."""
+    granule = DESCRIPTOR_BYTES // itemsize
+    return -(-hidden // granule) * granule
 
 
 def filter_tile(arch: Architecture) -> tuple[int, int]:

@@ -18,7 +18,7 @@ LOWEST = tl.constexpr(-3.0e38)
 LARGE = tl.constexpr(2.0**60)
 # In powers of two: what a logit may lie above its token's reference. Sums over a vocabulary then stay in fp32, and w in bf16.
 FAR = tl.constexpr(60.0)
-_IGNORED = tl.constexpr(IGNORED)
+IGNORED_CODE = tl.constexpr(IGNORED)
 
 
 @triton.jit
@@ -151,7 +151,7 @@ def logit_gradients(
     HAS_SMOOTHING: tl.constexpr,
 ):  # fmt: skip
     """G [BLOCK_N, BLOCK_V] fp32; 0 for ignored tokens."""
-    active = code != _IGNORED
+    active = code != IGNORED_CODE
     z = add_bias(z, Bias, offs_v, V, HAS_BIAS)
     if HAS_SOFTCAP:
         z = softcap * tanh(z / softcap)

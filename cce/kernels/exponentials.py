@@ -4,7 +4,15 @@ import torch
 import triton
 import triton.language as tl
 
-from cce.kernels.epilogues import LN2, LOG2E, LOWEST, kept_exponentials, starting_reference, store_reference
+from cce.kernels.epilogues import (
+    IGNORED_CODE,
+    LN2,
+    LOG2E,
+    LOWEST,
+    kept_exponentials,
+    starting_reference,
+    store_reference,
+)
 from cce.kernels.launch import Launch
 from cce.kernels.logits import (
     descriptor,
@@ -14,10 +22,7 @@ from cce.kernels.logits import (
     store_tile,
     stored_columns,
 )
-from cce.targets import IGNORED
 from cce.tiles import architecture, logits_tile
-
-_IGNORED = tl.constexpr(IGNORED)
 
 
 # As the log-sum-exp kernel, and each tile's w is stored: kept_exponentials. For N tokens from the first_n-th on; W, Part and
@@ -35,7 +40,7 @@ def _exponentials_kernel(
     n0 = tile_n * BLOCK_N
     offs_n = n0 + tl.arange(0, BLOCK_N)
     in_n = offs_n < N
-    code = tl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
+    code = tl.load(Codes + offs_n, mask=in_n, other=IGNORED_CODE)
     reference = starting_reference(Reference, offs_n, in_n)
     exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
     tiles_v = tl.cdiv(V, BLOCK_V)
@@ -99,7 +104,7 @@ def _tokens_kernel(
         reference = tl.maximum(reference, tl.max(tl.load(last, mask=mask, other=LOWEST), 0))
         lowest = tl.minimum(lowest, tl.min(tl.load(first, mask=mask, other=-LOWEST), 0))
     target = tl.load(Target + offs_n, mask=inside, other=0.0)
-    active = tl.load(Codes + offs_n, mask=inside, other=_IGNORED) != _IGNORED
+    active = tl.load(Codes + offs_n, mask=inside, other=IGNORED_CODE) != IGNORED_CODE
     rest = (maximum + tl.log2(exp_sum)) * LN2
     gap = rest - target
     x = tl.exp(-tl.abs(gap))
@@ -169,7 +174,7 @@ def exponentials(
     if arch == "hopper":
         from cce.kernels import hopper
 
-        of_classes = hopper.exponentials(e_ND, c_VD, w_nV, arguments, flags)
+        of_classes = hopper.exponentials(e_ND, c_VD, w_nV, tile, arguments, flags)
     else:
         of_classes = Launch(
             _exponentials_kernel,

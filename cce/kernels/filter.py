@@ -11,11 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cce.kernels.epilogues import LOG2E
-from cce.targets import IGNORED
+from cce.kernels.epilogues import IGNORED_CODE, LOG2E
 from cce.tiles import architecture, filter_tile
-
-_IGNORED = tl.constexpr(IGNORED)
 
 
 # One program decides BLOCK_T tiles of classes for one tile of tokens. Not-smaller instead of larger-or-equal: NaN is kept.
@@ -27,8 +24,8 @@ def _kept_kernel(
 ):  # fmt: skip
     offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    code = tl.load(Codes + offs_n, mask=offs_n < N, other=_IGNORED)
-    active = code != _IGNORED
+    code = tl.load(Codes + offs_n, mask=offs_n < N, other=IGNORED_CODE)
+    active = code != IGNORED_CODE
     lse2 = tl.load(Lse + offs_n, mask=active, other=0.0) * LOG2E
     at = offs_t.to(tl.int64)[:, None] * N + offs_n[None, :]
     maximum = tl.load(TileMaxima + at, mask=active[None, :] & (offs_t < tiles_v)[:, None], other=float("-inf"))

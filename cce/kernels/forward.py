@@ -4,12 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from cce.kernels.epilogues import LN2, LOWEST, add_exponentials
+from cce.kernels.epilogues import IGNORED_CODE, LN2, LOWEST, add_exponentials
 from cce.kernels.logits import addressable, descriptor, grouped, interpreting, precision, raw_logits
-from cce.targets import IGNORED, OUT_OF_RANGE
+from cce.targets import OUT_OF_RANGE
 from cce.tiles import PARTIALS_BYTES, Architecture, architecture, filter_tile, logits_tile, vocabulary_splits
-
-_IGNORED = tl.constexpr(IGNORED)
 
 
 # One program walks one split of the vocabulary (several tiles) for one tile of tokens: per tile the logits (fp32
@@ -26,14 +24,14 @@ def _log_sum_exp_kernel(
     n0 = tile_n * BLOCK_N
     offs_n = n0 + tl.arange(0, BLOCK_N)
     in_n = offs_n < N
-    code = tl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
+    code = tl.load(Codes + offs_n, mask=in_n, other=IGNORED_CODE)
     reference = tl.full((BLOCK_N,), LOWEST, dtype=tl.float32)
     exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
     total = tl.zeros((BLOCK_N,), dtype=tl.float32)
     tiles_v = tl.cdiv(V, BLOCK_V)
     first = (split * tiles_v) // splits
     last = ((split + 1) * tiles_v) // splits
-    if tl.max(code, 0) == _IGNORED:  # a tile of ignored tokens costs nothing
+    if tl.max(code, 0) == IGNORED_CODE:  # a tile of ignored tokens costs nothing
         last = first
     for tile_v in tl.range(first, last):
         v0 = tile_v * BLOCK_V
@@ -87,7 +85,7 @@ def _log_sum_exp(e_ND, c_VD, bias_V, codes_N, softcap, need_mean, maxima, arch: 
     if arch == "hopper":
         from cce.kernels import hopper
 
-        hopper.log_sum_exp(e_ND, c_VD, arguments, flags)
+        hopper.log_sum_exp(e_ND, c_VD, tile, arguments, flags)
     else:
         _log_sum_exp_kernel[(token_tiles * splits,)](
             descriptor(e_ND, tile.rows, tile.depth), descriptor(c_VD, tile.columns, tile.depth), *arguments,

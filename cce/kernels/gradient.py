@@ -4,13 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from cce.kernels.epilogues import logit_gradients
+from cce.kernels.epilogues import IGNORED_CODE, logit_gradients
 from cce.kernels.launch import Launch
 from cce.kernels.logits import descriptor, grouped, precision, raw_logits, store_tile, stored_columns
-from cce.targets import IGNORED
-from cce.tiles import architecture, logits_tile, vocabulary_splits
-
-_IGNORED = tl.constexpr(IGNORED)
+from cce.tiles import Tile, architecture, logits_tile, vocabulary_splits
 
 
 # One program makes one tile of G, for `width` classes from first_v on: logit_gradients. G is rounded once, when it is stored.
@@ -30,12 +27,12 @@ def _logit_gradient_kernel(
     v0 = first_v + tile_v * BLOCK_V
     offs_n = n0 + tl.arange(0, BLOCK_N)
     in_n = offs_n < N
-    code = tl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
+    code = tl.load(Codes + offs_n, mask=in_n, other=IGNORED_CODE)
     if FILTER:
         if tl.load(Kept + tile_n * stride_kept + v0 // BLOCK_V) == 0:
             return
     g = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
-    if tl.max(code, 0) != _IGNORED:
+    if tl.max(code, 0) != IGNORED_CODE:
         z = raw_logits(E, C, n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
         g = logit_gradients(
             z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), v0, V, softcap, smoothing,
@@ -82,8 +79,8 @@ def logit_gradient(
 
         tile = logits_tile(e_ND.dtype, D, arch, stored=True)
         splits = vocabulary_splits(N, width, tile, arch)
-        return hopper.logit_gradient(e_ND, c_VD, g_Nw, (*arguments, N, V, width, *numbers, splits), flags)
-    tile = logits_tile(e_ND.dtype, D, "other" if arch == "hopper" else arch, stored=True)
+        return hopper.logit_gradient(e_ND, c_VD, g_Nw, tile, (*arguments, N, V, width, *numbers, splits), flags)
+    tile = _plain_tile(e_ND)
     return Launch(
         _logit_gradient_kernel,
         (triton.cdiv(N, tile.rows) * triton.cdiv(width, tile.columns),),
@@ -103,9 +100,12 @@ def logit_gradient(
     )  # fmt: skip
 
 
+def _plain_tile(e_ND: torch.Tensor) -> Tile:
+    """Of the kernel above, which filters and sums for a bias on Hopper, too."""
+    arch = architecture(e_ND.device, e_ND.dtype)
+    return logits_tile(e_ND.dtype, e_ND.shape[1], "other" if arch == "hopper" else arch, stored=True)
+
+
 def tiles_of_tokens(e_ND: torch.Tensor) -> int:
     """Rows of bias_parts."""
-    arch = architecture(e_ND.device, e_ND.dtype)
-    return triton.cdiv(
-        e_ND.shape[0], logits_tile(e_ND.dtype, e_ND.shape[1], "other" if arch == "hopper" else arch, stored=True).rows
-    )
+    return triton.cdiv(e_ND.shape[0], _plain_tile(e_ND).rows)

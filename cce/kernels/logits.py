@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce.kernels.epilogues import halves
-from cce.tiles import DESCRIPTOR_BYTES
+from cce.tiles import DESCRIPTOR_BYTES, padded_width
 
 
 def interpreting() -> bool:
@@ -26,12 +26,6 @@ def precision(dtype: torch.dtype) -> str:
     if dtype == torch.float32:
         return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     return "widen" if interpreting() and dtype == torch.bfloat16 else "ieee"
-
-
-def padded_width(hidden: int, itemsize: int) -> int:
-    """Columns of a row that descriptors can address: a multiple of 16 bytes."""
-    granule = DESCRIPTOR_BYTES // itemsize
-    return -(-hidden // granule) * granule
 
 
 def addressable(matrix: torch.Tensor) -> torch.Tensor:

@@ -18,12 +18,12 @@ import triton
 
 from cce.kernels.exponentials import exponentials
 from cce.kernels.finishing import add_target_rows, hidden_gradient
-from cce.kernels.logits import addressable, padded_width
+from cce.kernels.logits import addressable
 from cce.kernels.product import kahan_block, kahan_product, product_into
 from cce.kernels.target_logit import target_logit
 from cce.plans import one_pass_splits
 from cce.presets import Accumulation
-from cce.tiles import architecture, logits_tile
+from cce.tiles import architecture, logits_tile, padded_width
 
 
 def one_pass(

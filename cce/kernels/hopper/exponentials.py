@@ -17,15 +17,14 @@ from cce.kernels.hopper.pipeline import (
     logits,
     logits_layout,
     produce,
+    rows_of,
     shared_memory,
     store_rounded,
     tokens_are_read,
     tokens_have_come,
 )
 from cce.kernels.launch import Launch
-from cce.targets import IGNORED
-
-_IGNORED = gl.constexpr(IGNORED)
+from cce.tiles import Tile
 
 
 @gluon.jit
@@ -39,9 +38,7 @@ def _exponentials_consumer(
     stage, phase, e_phase = 0, 0, 0
     for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
         n0, split, first, last, _ = item_at(item, Codes, N, V, splits, CLASSES)
-        offs_n = n0 + half * ROWS + gl.arange(0, ROWS, layout=of_rows)
-        in_n = offs_n < N
-        code = gl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
+        offs_n, in_n, code = rows_of(n0, Codes, N, half, CLASSES)
         reference = starting_reference(Reference, offs_n, in_n)
         exp_sum = gl.full([ROWS], 0.0, gl.float32, of_rows)
         e_phase = tokens_have_come(shared, e_phase, True, KEEP)
@@ -91,13 +88,15 @@ def _exponentials_kernel(
     )  # fmt: skip
 
 
-def exponentials(e_ND: torch.Tensor, c_VD: torch.Tensor, w_nV: torch.Tensor, arguments: tuple, flags: dict) -> Launch:
+def exponentials(
+    e_ND: torch.Tensor, c_VD: torch.Tensor, w_nV: torch.Tensor, tile: Tile, arguments: tuple, flags: dict
+) -> Launch:
     """As exponentials.py's _exponentials_kernel; for w_nV's n tokens."""
     grid, constants = walk(w_nV.shape[0], e_ND, arguments[-1])
     return Launch(
         _exponentials_kernel,
         grid,
-        (*operands(e_ND, c_VD, True), result(w_nV), *arguments),
+        (*operands(e_ND, c_VD, tile), result(w_nV), *arguments),
         {**constants, **flags},
         **LAUNCH,
     )

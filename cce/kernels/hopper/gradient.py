@@ -17,15 +17,14 @@ from cce.kernels.hopper.pipeline import (
     logits,
     logits_layout,
     produce,
+    rows_of,
     shared_memory,
     store_rounded,
     tokens_are_read,
     tokens_have_come,
 )
 from cce.kernels.launch import Launch
-from cce.targets import IGNORED
-
-_IGNORED = gl.constexpr(IGNORED)
+from cce.tiles import Tile
 
 
 @gluon.jit
@@ -35,14 +34,11 @@ def _gradient_consumer(
     HAS_DLSE: gl.constexpr, HAS_SMOOTHING: gl.constexpr,
 ):  # fmt: skip
     CLASSES: gl.constexpr = shared[1].type.shape[1]
-    of_rows: gl.constexpr = gl.SliceLayout(1, logits_layout(CLASSES))
     of_columns: gl.constexpr = gl.SliceLayout(0, logits_layout(CLASSES))
     stage, phase, e_phase = 0, 0, 0
     for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
         n0, _, first, last, busy = item_at(item, Codes, N, width, splits, CLASSES)
-        offs_n = n0 + half * ROWS + gl.arange(0, ROWS, layout=of_rows)
-        in_n = offs_n < N
-        code = gl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
+        offs_n, in_n, code = rows_of(n0, Codes, N, half, CLASSES)
         if busy:
             e_phase = tokens_have_come(shared, e_phase, True, KEEP)
             if KEEP:
@@ -93,13 +89,15 @@ def _logit_gradient_kernel(
     )  # fmt: skip
 
 
-def logit_gradient(e_ND: torch.Tensor, c_VD: torch.Tensor, g_Nw: torch.Tensor, arguments: tuple, flags: dict) -> Launch:
+def logit_gradient(
+    e_ND: torch.Tensor, c_VD: torch.Tensor, g_Nw: torch.Tensor, tile: Tile, arguments: tuple, flags: dict
+) -> Launch:
     """As gradient.py's _logit_gradient_kernel, without filter and sums for a bias; arguments: splits last."""
     grid, constants = walk(e_ND.shape[0], e_ND, arguments[-1])
     return Launch(
         _logit_gradient_kernel,
         grid,
-        (*operands(e_ND, c_VD, True), result(g_Nw), *arguments),
+        (*operands(e_ND, c_VD, tile), result(g_Nw), *arguments),
         {**constants, **flags},
         **LAUNCH,
     )

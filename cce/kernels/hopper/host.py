@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from cce.kernels.hopper.pipeline import DEPTH, ROWS, STORED, TOKENS
-from cce.tiles import KEPT_HIDDEN, logits_tile
+from cce.tiles import KEPT_HIDDEN, Tile
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 # Warps of the first group. 65536 registers over the 12 warps of three warpgroups; the kernels hand most of them to two.
@@ -17,10 +17,9 @@ def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescript
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], SWIZZLED)
 
 
-def operands(e_ND: torch.Tensor, c_VD: torch.Tensor, stored: bool) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Of the blocks that come at a step. e, c: `addressable`, bf16 or fp16. stored: as of cce/tiles.py: logits_tile."""
-    classes = logits_tile(e_ND.dtype, e_ND.shape[1], "hopper", stored).columns
-    return _descriptor(e_ND, ROWS.value, DEPTH.value), _descriptor(c_VD, classes, DEPTH.value)
+def operands(e_ND: torch.Tensor, c_VD: torch.Tensor, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of the blocks that come at a step. e, c: `addressable`, bf16 or fp16."""
+    return _descriptor(e_ND, ROWS.value, DEPTH.value), _descriptor(c_VD, tile.columns, DEPTH.value)
 
 
 def result(matrix: torch.Tensor) -> TensorDescriptor:

@@ -13,13 +13,12 @@ from cce.kernels.hopper.pipeline import (
     logits,
     logits_layout,
     produce,
+    rows_of,
     shared_memory,
     tokens_are_read,
     tokens_have_come,
 )
-from cce.targets import IGNORED
-
-_IGNORED = gl.constexpr(IGNORED)
+from cce.tiles import Tile
 
 
 @gluon.jit
@@ -36,9 +35,7 @@ def _sum_consumer(
         n0, split, first, last, busy = item_at(item, Codes, N, V, splits, CLASSES)
         if not busy:
             last = first
-        offs_n = n0 + half * ROWS + gl.arange(0, ROWS, layout=of_rows)
-        in_n = offs_n < N
-        code = gl.load(Codes + offs_n, mask=in_n, other=_IGNORED)
+        offs_n, in_n, code = rows_of(n0, Codes, N, half, CLASSES)
         reference = gl.full([ROWS], LOWEST, gl.float32, of_rows)
         exp_sum = gl.full([ROWS], 0.0, gl.float32, of_rows)
         total = gl.full([ROWS], 0.0, gl.float32, of_rows)
@@ -79,7 +76,7 @@ def _log_sum_exp_kernel(
     )  # fmt: skip
 
 
-def log_sum_exp(e_ND: torch.Tensor, c_VD: torch.Tensor, arguments: tuple, flags: dict) -> None:
+def log_sum_exp(e_ND: torch.Tensor, c_VD: torch.Tensor, tile: Tile, arguments: tuple, flags: dict) -> None:
     """As forward.py's _log_sum_exp_kernel; arguments and flags are its own behind the operands, splits last."""
     grid, constants = walk(e_ND.shape[0], e_ND, arguments[-1])
-    _log_sum_exp_kernel[grid](*operands(e_ND, c_VD, False), *arguments, **constants, **flags, **LAUNCH)
+    _log_sum_exp_kernel[grid](*operands(e_ND, c_VD, tile), *arguments, **constants, **flags, **LAUNCH)

@@ -10,12 +10,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from cce.kernels.epilogues import halves
+from cce.kernels.epilogues import IGNORED_CODE, halves
 from cce.kernels.logits import grouped
-from cce.targets import IGNORED
 from cce.tiles import HOPPER_TILE
 
-_IGNORED = gl.constexpr(IGNORED)
 TOKENS = gl.constexpr(HOPPER_TILE.rows)
 ROWS = gl.constexpr(HOPPER_TILE.rows // 2)  # tokens of a group of warps
 DEPTH = gl.constexpr(HOPPER_TILE.depth)  # hidden entries of a step
@@ -38,8 +36,16 @@ def item_at(item, Codes, N, V, splits, CLASSES: gl.constexpr):
     last = ((split + 1) * tiles_v) // splits
     n0 = tile_n * TOKENS
     offs_n = n0 + gl.arange(0, TOKENS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    code = gl.load(Codes + offs_n, mask=offs_n < N, other=_IGNORED)
-    return n0, split, first, last, gl.max(code, 0) != _IGNORED
+    code = gl.load(Codes + offs_n, mask=offs_n < N, other=IGNORED_CODE)
+    return n0, split, first, last, gl.max(code, 0) != IGNORED_CODE
+
+
+@gluon.jit
+def rows_of(n0, Codes, N, half: gl.constexpr, CLASSES: gl.constexpr):
+    """(offsets of a group's tokens, which of them are below N, their codes), in the layout of the rows of its logits."""
+    offs_n = n0 + half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, logits_layout(CLASSES)))
+    in_n = offs_n < N
+    return offs_n, in_n, gl.load(Codes + offs_n, mask=in_n, other=IGNORED_CODE)
 
 
 @gluon.jit
@@ -58,6 +64,16 @@ def shared_memory(E, C, STEPS: gl.constexpr, KEEP: gl.constexpr):
     mbarrier.init(e_full, count=1)
     mbarrier.init(e_empty, count=2)
     return e_tiles, c_tiles, full, empty, e_full, e_empty
+
+
+@gluon.jit
+def after(stage, phase, STAGES: gl.constexpr):
+    """(stage, phase) of the step after: the phase turns where the stages begin again."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
 
 
 @gluon.jit
@@ -112,10 +128,7 @@ def produce(
                     tma.async_copy_global_to_shared(E, [n0, step * DEPTH], bar, e_tiles.index(2 * stage))
                     tma.async_copy_global_to_shared(E, [n0 + ROWS, step * DEPTH], bar, e_tiles.index(2 * stage + 1))
                 tma.async_copy_global_to_shared(C, [v0, step * DEPTH], bar, c_tiles.index(stage))
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    phase ^= 1
+                stage, phase = after(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -132,10 +145,7 @@ def logits(shared, stage, phase, half: gl.constexpr, STEPS: gl.constexpr, KEEP: 
         z = warpgroup_mma_wait(1, deps=(z,))
         # The stage before is computed: a carried copy of `stage` would be taken for a constant of the loop.
         mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), pred=step > 0)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = after(stage, phase, STAGES)
     z = warpgroup_mma_wait(0, deps=(z,))
     mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES))
     return z, stage, phase
@@ -152,10 +162,7 @@ def begin_logits(shared, stage, phase, half: gl.constexpr, STEPS: gl.constexpr):
         mbarrier.wait(full.index(stage), phase)
         e_tile = e_tiles.index(2 * step + half)
         z = warpgroup_mma(e_tile, c_tiles.index(stage).permute((1, 0)), z, use_acc=step > 0, is_async=True)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase ^= 1
+        stage, phase = after(stage, phase, STAGES)
     return z, stage, phase
 
 
