@@ -23,6 +23,7 @@ from cce.tiles import (
     MULTIPROCESSORS,
     Architecture,
     logits_tile,
+    multiplies,
     padded_width,
     vocabulary_splits,
 )
@@ -97,17 +98,20 @@ def one_pass_bytes(
     tokens: int, chunk: int, hidden: int, vocabulary: int, accumulation: Accumulation, need_c: bool, arch: Architecture
 ) -> int:
     """Workspace. Of dC's sum: its fp32 copy, or rounding errors and the block that the products go through. Of a chunk: its
-    exponentials (in dC's own memory while the sum is in fp32, where they fit), their references, partial sums, dE in fp32 and
-    scaled e, which are gone before the sums of targets' entries come (a number per 16 of e). Of every token: sixteen numbers."""
+    exponentials, their references, partial sums, dE in fp32 (in parts where these are made in one kernel) and scaled e, which are
+    gone before the sums of targets' entries come (a number per 16 of e). Of every token: sixteen numbers. While dC's sum is in
+    fp32, its own memory holds exponentials or parts of dE, the first of them that fits."""
     references = math.ceil(vocabulary / logits_tile(torch.bfloat16, hidden, arch, stored=True).columns)
     splits = one_pass_splits(chunk, vocabulary, hidden, arch)
-    exponentials = chunk * 2 * padded_width(vocabulary, 2)
-    of_c = 0
-    if need_c:
-        of_c = int(mib_of_sum(vocabulary, hidden, accumulation) * MIB)
-        if accumulation == "fp32" and exponentials <= 2 * vocabulary * hidden:
-            exponentials = 0
-    of_chunk = exponentials + chunk * (4 * (references + splits) + 6 * hidden)
+    of_c = int(mib_of_sum(vocabulary, hidden, accumulation) * MIB) if need_c else 0
+    room = 2 * vocabulary * hidden if need_c and accumulation == "fp32" else 0
+    of_chunk = chunk * (4 * (references + splits) + 6 * hidden)
+    parts_of_e = (splits - 1) * chunk * 4 * hidden if multiplies(hidden, arch) else 0
+    for size in (chunk * 2 * padded_width(vocabulary, 2), parts_of_e):
+        if size <= room:
+            room = 0
+        else:
+            of_chunk += size
     return of_c + max(of_chunk, tokens * hidden // 16) + 64 * tokens
 
 
@@ -129,21 +133,13 @@ def one_pass_chunk(
     def fits(rows: int, kept: Accumulation) -> bool:
         return one_pass_bytes(tokens, rows * step, hidden, vocabulary, kept, need_c, arch) <= workspace * MIB
 
-    def most_tiles(kept: Accumulation) -> int:
-        """Of tokens, in a chunk that fits; 0 if none does."""
-        low, high = 0, token_tiles
-        while low < high:
-            middle = (low + high + 1) // 2
-            if fits(middle, kept):
-                low = middle
-            else:
-                high = middle - 1
-        return low
-
     def seconds(rows: int) -> float:
         """What depends on the chunk: how dE's product fills the GPU, and reading and writing dC's sum."""
         tiles = rows * math.ceil(hidden / 256)
-        busy = tiles * max(1, MULTIPROCESSORS // tiles)  # few tiles are split along the vocabulary
+        if multiplies(hidden, arch):
+            busy = tiles * one_pass_splits(rows * step, vocabulary, hidden, arch)
+        else:
+            busy = tiles * max(1, MULTIPROCESSORS // tiles)  # few tiles are split along the vocabulary
         idle = math.ceil(busy / MULTIPROCESSORS) * MULTIPROCESSORS / busy
         return (
             product * idle + math.ceil(token_tiles / rows) * vocabulary * hidden * TRAFFIC[accumulation] / MEMORY_RATE
@@ -157,13 +153,10 @@ def one_pass_chunk(
     by_slices = 4 * product + walk * tokens * hidden * TRAFFIC[of_e] / MEMORY_RATE
 
     for kept in ("fp32", "kahan") if accumulation == "kahan" else (accumulation,):
-        most = most_tiles(kept)
-        if most > 0:
+        fitting = [rows for rows in range(token_tiles, 0, -1) if fits(rows, kept)]
+        if fitting:
             break
     else:
         return None
-    rows = most
-    for fewer in range(most - 1, max(0, most - MULTIPROCESSORS), -1):
-        if seconds(fewer) < seconds(rows) and fits(fewer, kept):
-            rows = fewer
+    rows = min(fitting, key=seconds)
     return (rows * step, kept) if 2 * product + seconds(rows) < by_slices else None

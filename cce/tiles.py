@@ -97,6 +97,11 @@ def logits_tile(dtype: torch.dtype, hidden: int, arch: Architecture, stored: boo
     return Tile(128, 128, 64, warps=4, stages=3)
 
 
+def multiplies(hidden: int, arch: Architecture) -> bool:
+    """Whether the kernel that keeps exponentials multiplies them with c: what dE is made of then needs no product of its own."""
+    return arch == "hopper" and hidden <= KEPT_HIDDEN
+
+
 def vocabulary_splits(tokens: int, vocabulary: int, tile: Tile, arch: Architecture, most: int | None = None) -> int:
     """Splits of the vocabulary, at most `most`: programs walk items of one split for one tile of tokens. All should end at the
     same time, and no more than two groups of tiles of tokens should be walked at once: their rows would not stay in L2."""

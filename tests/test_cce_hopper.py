@@ -16,7 +16,7 @@ SHARED_MEMORY = 227 * 1024  # bytes that one program may have
 POINTERS = {
     "Bias": "bf16", "Codes": "i32", "TileMaxima": "fp16",
     **dict.fromkeys(
-        ("Target", "Part", "PartTotal", "Reference", "TileReference", "Lse", "Expm1", "Dloss", "Dlse"), "fp32"
+        ("X", "LastX", "Target", "Part", "PartTotal", "Reference", "TileReference", "Lse", "Expm1", "Dloss", "Dlse"), "fp32"
     ),
 }  # fmt: skip
 NUMBERS = dict.fromkeys(("N", "V", "splits", "first_n", "first_v", "width"), "i32") | dict.fromkeys(
@@ -27,11 +27,12 @@ NUMBERS = dict.fromkeys(("N", "V", "splits", "first_n", "first_v", "width"), "i3
 def signature(kernel, dtype: str, classes: int, constants: dict) -> tuple[dict, dict]:
     """(types of the arguments, constants by position), every optional tensor given."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    blocks = {"E": 64, "C": classes, "W": 64, "G": 64}
+    depth = constants.get("D", 64)
+    blocks = {"E": (64, depth), "C": (classes, depth), "W": (64, 64), "G": (64, 64)}
     types = {}
     for name in kernel.arg_names:
         if name in blocks:
-            types[name] = f"tensordesc<{dtype}[{blocks[name]}, 64],{layout!r}>"
+            types[name] = f"tensordesc<{dtype}[{blocks[name][0]}, {blocks[name][1]}],{layout!r}>"
         elif name in POINTERS:
             types[name] = "*" + POINTERS[name]
         else:
@@ -42,15 +43,24 @@ def signature(kernel, dtype: str, classes: int, constants: dict) -> tuple[dict, 
 @pytest.mark.parametrize(
     "options", [(), ("HAS_BIAS", "HAS_SOFTCAP", "HAS_DLSE", "HAS_SMOOTHING", "NEED_TOTAL", "NEED_MAXIMA")]
 )
-@pytest.mark.parametrize("dtype,hidden", [("bf16", 256), ("fp16", 2048)])
-@pytest.mark.parametrize("name", ["log_sum_exp", "exponentials", "logit_gradient"])
+@pytest.mark.parametrize(
+    "name,dtype,hidden",
+    [
+        ("log_sum_exp", "bf16", 256),
+        ("log_sum_exp", "fp16", 2048),
+        ("exponentials", "bf16", 2048),
+        ("exponentials_product", "bf16", 256),
+        ("logit_gradient", "bf16", 256),
+        ("logit_gradient", "fp16", 2048),
+    ],
+)
 def test_compiles_and_fits(name, dtype, hidden, options, tmp_path):
     module = "gradient" if name == "logit_gradient" else name
     kernel = getattr(importlib.import_module(f"cce.kernels.hopper.{module}"), f"_{name}_kernel")
     host = importlib.import_module("cce.kernels.hopper.host")
     keep = hidden <= 256
     flags = {flag: flag in options for flag in kernel.arg_names if flag.startswith(("HAS_", "NEED_"))}
-    constants = flags | {"STEPS": hidden // 64, "KEEP": keep}
+    constants = flags | ({"D": hidden} if "D" in kernel.arg_names else {"STEPS": hidden // 64, "KEEP": keep})
     if "MAXIMA_V" in kernel.arg_names:
         constants["MAXIMA_V"] = 128
     types, positions = signature(kernel, dtype, 128 if keep and name != "log_sum_exp" else 256, constants)
@@ -67,4 +77,5 @@ def test_compiles_and_fits(name, dtype, hidden, options, tmp_path):
     # ptxas says so where it cannot keep products in flight, which is what these kernels are for.
     assert "wgmma" not in said, said
     spilled = max(int(count) for count in re.findall(r"(\d+) bytes spill stores", said))
-    assert spilled <= (128 if not options else 4096), said  # bytes a thread; the softcap's tanh takes many
+    # Bytes a thread. The softcap's tanh takes many registers, moving a reference those of x.
+    assert spilled <= (4096 if options else 1024 if name == "exponentials_product" else 128), said

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cce
 from cce import function
+from cce.targets import IGNORED
 
 pytestmark = [pytest.mark.interpret, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 1.5e-3, torch.bfloat16: 1e-2}
@@ -284,6 +285,40 @@ def test_one_pass(monkeypatch, options, scale, accumulation):
     theirs = gradients(expected, [e, c], upstream.double())
     limit = 5e-2 if accumulation == "plain" else TOLERANCE[torch.bfloat16]
     assert all(relative(own, reference) < limit for own, reference in zip(ours, theirs))
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("scale", [1.0, 150.0])
+def test_hidden_gradient_from_parts_of_the_vocabulary(splits, scale):
+    """dE of tokens 16 on from w C of each split, in units of its last reference; at the larger scale references move."""
+    from cce.kernels.exponentials import exponentials
+    from cce.kernels.target_logit import target_logit
+
+    (n, d, v), first, chunk = (37, 24, 101), 16, 21
+    e, c, targets, _ = inputs(n, d, v, torch.bfloat16, ignored=0.2, scale=scale)
+    expected = gradients(formula(e, c, targets, reduction="sum")[0], [e])[0]
+    e, c = e.detach(), c.detach()
+    codes = torch.where(targets < 0, IGNORED, targets).int()
+    target_N = target_logit(e, c, None, codes, None)
+    w = torch.empty(chunk, 104, dtype=e.dtype)[:, :v]
+    tiles_v = math.ceil(v / TILE[1])
+    parts, references = torch.empty(splits, chunk), torch.empty(tiles_v, chunk)
+    x, last = torch.zeros(splits - 1, chunk, d), torch.zeros(chunk, d)
+    de = torch.full((n, d), 7.0, dtype=e.dtype)
+    of_classes, of_tokens = exponentials(
+        e, c, None, codes, target_N.clone(), target_N, torch.ones(()), None, 0.0, w, None, parts, references,
+        torch.empty(4, n).unbind(), (x, last), de,
+    )  # fmt: skip
+    of_classes(first)
+    for split, out in enumerate([*x, last]):
+        tiles = range((split * tiles_v) // splits, ((split + 1) * tiles_v) // splits)
+        for tile in tiles:
+            moved = torch.exp2(references[tile] - references[tiles[-1]])
+            v0, v1 = tile * TILE[1], (tile + 1) * TILE[1]
+            out += moved[:, None] * (w[:, v0:v1].float() @ c[v0:v1].float())
+    of_tokens(first)
+    assert relative(de[first:], expected[first:]) < TOLERANCE[torch.bfloat16]
+    assert (de[:first] == 7).all() and (de[first:][codes[first:] == IGNORED] == 0).all()
 
 
 def test_one_pass_keeps_the_precision_of_confident_targets(monkeypatch):

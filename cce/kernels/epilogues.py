@@ -115,7 +115,7 @@ def kept_exponentials(
     z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V, softcap,
     BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """(w [BLOCK_N, BLOCK_V], reference, exp_sum)."""
+    """(w [BLOCK_N, BLOCK_V], reference, exp_sum, whether a reference may have moved)."""
     z = add_bias(z, Bias, offs_v, V, HAS_BIAS)
     if HAS_SOFTCAP:
         z = softcap * tanh(z / softcap)
@@ -126,7 +126,8 @@ def kept_exponentials(
     here = (code >= v0) & (code < v0 + BLOCK_V)
     top = tl.max(z, 1) * LOG2E
     far = top - reference > FAR
-    if tl.max((here | far).to(tl.int32), 0) != 0:
+    seldom = tl.max((here | far).to(tl.int32), 0) != 0
+    if seldom:
         own = offs_v[None, :] == code[:, None]
         tl.store(Target + offs_n, tl.max(tl.where(own, z, -float("inf")), 1), mask=here)
         z = tl.where(own, -float("inf"), z)
@@ -138,7 +139,7 @@ def kept_exponentials(
     if HAS_SOFTCAP:
         t = tl.where(w == 0, 0.0, z / softcap)  # where w is 0, z may be -inf
         w *= 1 - t * t
-    return w, reference, exp_sum
+    return w, reference, exp_sum, seldom
 
 
 # ((p - q) dloss + p dlse) softcap'; q = (1 - smoothing) onehot + smoothing / V. p = 2^(z log2e - lse log2e) in fp32; the

@@ -47,7 +47,7 @@ def _exponentials_kernel(
     for tile_v in tl.range((split * tiles_v) // splits, ((split + 1) * tiles_v) // splits):
         v0 = tile_v * BLOCK_V
         z = raw_logits(E, C, first_n + n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
-        w, reference, exp_sum = kept_exponentials(
+        w, reference, exp_sum, seldom = kept_exponentials(
             z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), tile_v,
             v0, N, V, softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP,
         )  # fmt: skip
@@ -65,19 +65,23 @@ def log1p(x):
     return tl.where(x < 0.5, series, tl.log2(1 + x) * LN2)
 
 
+PARTS_AT_ONCE = tl.constexpr(4)  # of dE: what a warp has in flight
+
+
 # Per token: rest from the splits' parts, nll = log(1 + exp(rest - target)), lse = log(exp(rest) + exp(target)), and the two
 # numbers that make gradients of the stored w (in units of 2^-reference, the largest of the token's references):
 #   scale = (dloss + dlse) 2^(reference - lse log2e)     the gradient of a logit that is not the target's is scale w
 #   own   = ((p - 1) dloss + p dlse) slope               that of the target's; p - 1 = -x / (1 + x), x = exp(rest - target)
 # with dlse = 2 z_loss lse dloss, the gradient of z_loss lse^2. NEED_SCALED: ScaledE = round(scale e).
-# For N tokens from the first_n-th on; Part, TileReference, W and ScaledE begin with these.
+# NEED_DE: w C is there, split by split (X, the last in LastX), and DE = round(scale (w C) + own c_target).
+# For N tokens from the first_n-th on; Part, TileReference, W, ScaledE, X and LastX begin with these.
 # Tiles whose reference stayed behind the token's largest are brought to it: as a rule there are none.
 @triton.jit
 def _tokens_kernel(
-    Part, TileReference, Target, Codes, Dloss, Nll, Lse, Scale, Own, W, E, ScaledE,
-    N, V, D, stride_w, stride_e, stride_s, splits, tiles_v, z_loss, softcap, first_n,
-    HAS_SOFTCAP: tl.constexpr, NEED_SCALED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    Part, TileReference, Target, Codes, Dloss, Nll, Lse, Scale, Own, W, E, ScaledE, X, LastX, C, DE,
+    N, V, D, stride_w, stride_e, stride_s, stride_c, stride_de, splits, tiles_v, z_loss, softcap, first_n,
+    HAS_SOFTCAP: tl.constexpr, NEED_SCALED: tl.constexpr, NEED_DE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     Target += first_n
     Codes += first_n
@@ -104,7 +108,8 @@ def _tokens_kernel(
         reference = tl.maximum(reference, tl.max(tl.load(last, mask=mask, other=LOWEST), 0))
         lowest = tl.minimum(lowest, tl.min(tl.load(first, mask=mask, other=-LOWEST), 0))
     target = tl.load(Target + offs_n, mask=inside, other=0.0)
-    active = tl.load(Codes + offs_n, mask=inside, other=IGNORED_CODE) != IGNORED_CODE
+    code = tl.load(Codes + offs_n, mask=inside, other=IGNORED_CODE)
+    active = code != IGNORED_CODE
     rest = (maximum + tl.log2(exp_sum)) * LN2
     gap = rest - target
     x = tl.exp(-tl.abs(gap))
@@ -119,10 +124,11 @@ def _tokens_kernel(
         t = target / softcap
         own *= 1 - t * t
     scale = tl.where(active, (dloss + dlse) * tl.exp2(reference - lse * LOG2E), 0.0)
+    own = tl.where(active, own, 0.0)
     tl.store(Nll + offs_n, tl.where(active, nll, 0.0), mask=inside)
     tl.store(Lse + offs_n, tl.where(active, lse, 0.0), mask=inside)
     tl.store(Scale + offs_n, scale, mask=inside)
-    tl.store(Own + offs_n, tl.where(active, own, 0.0), mask=inside)
+    tl.store(Own + offs_n, own, mask=inside)
     rows = offs_n.to(tl.int64)[:, None]
     if NEED_SCALED:
         for d in range(0, D, BLOCK_D):
@@ -130,6 +136,25 @@ def _tokens_kernel(
             mask = inside[:, None] & (offs_d < D)
             e = tl.load(E + (first_n + rows) * stride_e + offs_d, mask=mask, other=0.0).to(tl.float32) * scale[:, None]
             tl.store(ScaledE + rows * stride_s + offs_d, e.to(ScaledE.dtype.element_ty), mask=mask)
+    if NEED_DE:
+        for d in range(0, D, BLOCK_D):
+            offs_d = d + tl.arange(0, BLOCK_D)[None, :]
+            mask = inside[:, None] & (offs_d < D)
+            product = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
+            for split_0 in range(0, splits, PARTS_AT_ONCE):
+                split = split_0 + tl.arange(0, PARTS_AT_ONCE)[:, None]
+                in_s = (split < splits) & inside[None, :]
+                last = (((split + 1) * tiles_v) // splits - 1).to(tl.int64) * N + offs_n[None, :]
+                behind = tl.load(TileReference + last, mask=in_s, other=LOWEST) - reference[None, :]
+                of_last = (split == splits - 1)[:, :, None]
+                of_split = tl.where(of_last, LastX, X + split.to(tl.int64)[:, :, None] * N * D)
+                at = of_split + (rows * D + offs_d)[None, :, :]
+                of_part = tl.load(at, mask=in_s[:, :, None] & mask[None, :, :], other=0.0)
+                product += tl.sum(of_part * tl.exp2(behind)[:, :, None], 0)
+            at = C + tl.maximum(code, 0).to(tl.int64)[:, None] * stride_c + offs_d
+            of_target = tl.load(at, mask=mask & (code >= 0)[:, None], other=0.0).to(tl.float32)
+            de = product * scale[:, None] + of_target * own[:, None]
+            tl.store(DE + (first_n + rows) * stride_de + offs_d, de.to(DE.dtype.element_ty), mask=mask)
     if tl.max((inside & (lowest < reference)).to(tl.int32), 0) != 0:
         for tile_v in range(0, tiles_v):
             behind = tl.load(TileReference + tl.cast(tile_v, tl.int64) * N + offs_n, mask=inside, other=0.0) - reference
@@ -156,13 +181,16 @@ def exponentials(
     parts: torch.Tensor,
     tile_references: torch.Tensor,
     tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    x: tuple[torch.Tensor, torch.Tensor] | None = None,
+    de_ND: torch.Tensor | None = None,
 ) -> tuple[Launch, Launch]:
     """Two kernels to launch one after the other, with the first token of a chunk: they fill w_nV [n, V] bf16, scaled_e [n, D]
     and the chunk's part of tokens = (nll, lse, scale, own), each [N] fp32, of _tokens_kernel.
 
     reference_N: the target's logit, not necessarily to the last bit; target_N comes with the same numbers, which stay where a
     token has no target. dloss: fp32 scalar, the gradient of each token's loss. parts [splits, n] and tile_references [tiles of
-    classes, n]: fp32 scratch.
+    classes, n]: fp32 scratch. x: where the first kernel multiplies w with c right away (cce/tiles.py: multiplies), contiguous fp32
+    scratch for that, [splits - 1, n, D] and [n, D]; the second then makes dE's rows in de_ND, unless it is None.
     """
     D, (n, V), arch = e_ND.shape[1], w_nV.shape, architecture(e_ND.device, e_ND.dtype)
     tile = logits_tile(e_ND.dtype, D, arch, stored=True)
@@ -174,7 +202,10 @@ def exponentials(
     if arch == "hopper":
         from cce.kernels import hopper
 
-        of_classes = hopper.exponentials(e_ND, c_VD, w_nV, tile, arguments, flags)
+        if x is None:
+            of_classes = hopper.exponentials(e_ND, c_VD, w_nV, tile, arguments, flags)
+        else:
+            of_classes = hopper.exponentials_product(e_ND, c_VD, w_nV, *x, arguments, flags)
     else:
         of_classes = Launch(
             _exponentials_kernel,
@@ -190,17 +221,19 @@ def exponentials(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
-    block = 8
+    need_de = x is not None and de_ND is not None
+    block = 2 if need_de else 8
     of_tokens = Launch(
         _tokens_kernel,
         (triton.cdiv(n, block),),
         (
-            parts, tile_references, target_N, codes_N, dloss, *tokens, w_nV, e_ND, scaled_e, n, V, D, w_nV.stride(0),
-            e_ND.stride(0), 0 if scaled_e is None else scaled_e.stride(0), splits, tiles_v, z_loss, softcap or 1.0,
+            parts, tile_references, target_N, codes_N, dloss, *tokens, w_nV, e_ND, scaled_e, *(x or (None, None)), c_VD,
+            de_ND, n, V, D, w_nV.stride(0), e_ND.stride(0), 0 if scaled_e is None else scaled_e.stride(0), c_VD.stride(0),
+            0 if de_ND is None else de_ND.stride(0), splits, tiles_v, z_loss, softcap or 1.0,
         ),
         dict(
-            HAS_SOFTCAP=softcap is not None, NEED_SCALED=scaled_e is not None, BLOCK_N=block, BLOCK_S=32,
-            BLOCK_V=tile.columns, BLOCK_D=min(256, triton.next_power_of_2(D)),
+            HAS_SOFTCAP=softcap is not None, NEED_SCALED=scaled_e is not None, NEED_DE=need_de, BLOCK_N=block,
+            BLOCK_S=32, BLOCK_V=tile.columns, BLOCK_D=min(256, triton.next_power_of_2(D)),
         ),
         num_warps=1,
     )  # fmt: skip

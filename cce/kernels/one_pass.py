@@ -3,7 +3,8 @@
 For each chunk of n tokens:
   1. one kernel computes the logits and keeps w = exp(z - reference) [n, V] in bf16, 0 for each token's target, with the
      sums of the unrounded w; a small one makes of them loss, lse, and per token the scale of w and the target's entry;
-  2. dE = scale (w C) + own c_target: one product over the whole vocabulary, finished and rounded once;
+  2. dE = scale (w C) + own c_target: one product over the whole vocabulary, finished and rounded once (for small D on Hopper
+     the first kernel of 1. makes it, too, in parts of the vocabulary, and the second finishes it);
   3. dC += w^T (scale e): the only sum over chunks: Kahan or fp32 (cce/presets.py).
 At the end the targets' entries, own e, are added to their rows of dC. They never pass through bf16: what a target's entry
 loses to rounding is nothing, however close to 1 its probability is.
@@ -23,7 +24,7 @@ from cce.kernels.product import kahan_block, kahan_product, product_into
 from cce.kernels.target_logit import target_logit
 from cce.plans import one_pass_splits
 from cce.presets import Accumulation
-from cce.tiles import architecture, logits_tile, padded_width
+from cce.tiles import architecture, logits_tile, multiplies, padded_width
 
 
 def one_pass(
@@ -56,10 +57,10 @@ def one_pass(
     fp32_sum = rounded and accumulation == "fp32"
     sum_VD = torch.empty(V, padded, dtype=torch.float32, device=device) if fp32_sum else dc_VD
     comp_VD = torch.empty_like(dc_VD) if rounded and accumulation == "kahan" else None
-    # While dC's sum is kept elsewhere, its own memory has room for exponentials.
+    # While dC's sum is kept elsewhere, its own memory has room for what a chunk takes.
     _chunks(
         e_ND, c_VD, bias_V, codes_N, dloss, softcap, z_loss, min(chunk, N), tokens, de_ND, sum_VD, comp_VD,
-        room=dc_VD.view(-1).view(e_ND.dtype) if fp32_sum else None,
+        room=dc_VD.view(-1) if fp32_sum else None,
     )  # fmt: skip
     nll_N, lse_N, _, own_N = tokens
     if need_c:
@@ -69,6 +70,15 @@ def one_pass(
     if padded != D:
         de_ND, dc_VD = (None if matrix is None else matrix[:, :D].contiguous() for matrix in (de_ND, dc_VD))
     return nll_N, lse_N, de_ND, dc_VD
+
+
+def _memory(
+    elements: int, dtype: torch.dtype, device: torch.device, room: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(`elements` of dtype, what is left of room): in room, the whole of which is then taken, where they fit."""
+    if room is not None and elements * dtype.itemsize <= room.numel() * room.element_size():
+        return room.view(dtype)[:elements], None
+    return torch.empty(elements, dtype=dtype, device=device), room
 
 
 def _chunks(
@@ -88,21 +98,23 @@ def _chunks(
 ) -> None:
     """Fill tokens = (nll, lse, scale, own) [4, N] fp32, de, and sum, with its compensation, but for the targets' entries.
 
-    room: memory that may hold the exponentials of a chunk, bf16. What else it takes is free again afterwards.
+    room: memory that may hold the exponentials of a chunk, or parts of its dE. What else it takes is free again afterwards.
     """
     (N, D), V = e_ND.shape, c_VD.shape[0]
     arch = architecture(e_ND.device, e_ND.dtype)
     tile = logits_tile(e_ND.dtype, D, arch, stored=True)
     f32 = dict(dtype=torch.float32, device=e_ND.device)
-    parts = torch.empty(one_pass_splits(chunk, V, D, arch), chunk, **f32)
+    splits = one_pass_splits(chunk, V, D, arch)
+    parts = torch.empty(splits, chunk, **f32)
     tile_references = torch.empty(triton.cdiv(V, tile.columns), chunk, **f32)
-    de_chunk = None if de_ND is None else torch.empty(chunk, D, **f32)
+    in_kernel = multiplies(D, arch)
+    de_chunk = torch.empty(chunk, D, **f32) if in_kernel or de_ND is not None else None
     scaled_e = None if sum_VD is None else torch.empty(chunk, D, dtype=e_ND.dtype, device=e_ND.device)
     block = None if comp_VD is None else torch.empty(min(V, kahan_block(D)), D, **f32)
     width = padded_width(V, e_ND.element_size())
-    if room is None or room.numel() < chunk * width:
-        room = torch.empty(chunk * width, dtype=e_ND.dtype, device=e_ND.device)
-    w = room[: chunk * width].view(chunk, width)[:, :V]
+    w, room = _memory(chunk * width, e_ND.dtype, e_ND.device, room)
+    w = w.view(chunk, width)[:, :V]
+    de_parts, _ = _memory((splits - 1) * chunk * D if in_kernel else 0, torch.float32, e_ND.device, room)
     reference_N = target_logit(e_ND, c_VD, bias_V, codes_N, softcap)
     target_N = reference_N.clone()
     nll_N, lse_N, scale_N, own_N = tokens
@@ -115,13 +127,16 @@ def _chunks(
         of_classes, of_tokens = exponentials(
             e_ND, c_VD, bias_V, codes_N, reference_N, target_N, dloss, softcap, z_loss, w_nV, s_nD, parts,
             tile_references, (nll_N, lse_N, scale_N, own_N),
+            (de_parts[: (splits - 1) * n * D], x_nD) if in_kernel else None, de_ND,
         )  # fmt: skip
-        finish = None if de_ND is None else hidden_gradient(x_nD, scale_N, own_N, c_VD, codes_N, de_ND)
+        finish = None
+        if de_ND is not None and not in_kernel:
+            finish = hidden_gradient(x_nD, scale_N, own_N, c_VD, codes_N, de_ND)
 
         def step(first: int) -> None:
             of_classes(first)
             of_tokens(first)
-            if de_ND is not None:
+            if finish is not None:
                 product_into(w_nV, c_VD, x_nD, add=False)
                 finish(first)
             if block is not None:

@@ -13,22 +13,27 @@ SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, ran
 LAUNCH = dict(num_warps=4, maxnreg=168)
 
 
-def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+def descriptor(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], SWIZZLED)
 
 
 def operands(e_ND: torch.Tensor, c_VD: torch.Tensor, tile: Tile) -> tuple[TensorDescriptor, TensorDescriptor]:
     """Of the blocks that come at a step. e, c: `addressable`, bf16 or fp16."""
-    return _descriptor(e_ND, ROWS.value, DEPTH.value), _descriptor(c_VD, tile.columns, DEPTH.value)
+    return descriptor(e_ND, ROWS.value, DEPTH.value), descriptor(c_VD, tile.columns, DEPTH.value)
 
 
 def result(matrix: torch.Tensor) -> TensorDescriptor:
     """Of the blocks that are stored."""
-    return _descriptor(matrix, ROWS.value, STORED.value)
+    return descriptor(matrix, ROWS.value, STORED.value)
 
 
-def walk(tokens: int, e_ND: torch.Tensor, splits: int) -> tuple[tuple[int], dict]:
-    """(grid, constants): a program a multiprocessor, or fewer."""
-    D, items = e_ND.shape[1], triton.cdiv(tokens, TOKENS.value) * splits
-    programs = torch.cuda.get_device_properties(e_ND.device).multi_processor_count
-    return (min(items, programs),), dict(STEPS=triton.cdiv(D, DEPTH.value), KEEP=D <= KEPT_HIDDEN)
+def programs(tokens: int, device: torch.device, splits: int) -> tuple[int]:
+    """Grid: a program a multiprocessor, or fewer."""
+    items = triton.cdiv(tokens, TOKENS.value) * splits
+    return (min(items, torch.cuda.get_device_properties(device).multi_processor_count),)
+
+
+def walk(e_ND: torch.Tensor) -> dict:
+    """Constants of the kernels whose tokens' rows come step by step, or are kept."""
+    D = e_ND.shape[1]
+    return dict(STEPS=triton.cdiv(D, DEPTH.value), KEEP=D <= KEPT_HIDDEN)
