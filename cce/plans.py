@@ -90,7 +90,7 @@ def slices(
 
 def one_pass_splits(chunk: int, vocabulary: int, hidden: int, arch: Architecture) -> int:
     """Splits of the vocabulary in one pass: each program walks one split for one tile of a chunk's tokens."""
-    tile = logits_tile(torch.bfloat16, hidden, arch, stored=True)
+    tile = logits_tile(torch.bfloat16, hidden, arch, "exponentials")
     return vocabulary_splits(chunk, vocabulary, tile, arch)
 
 
@@ -99,9 +99,9 @@ def one_pass_bytes(
 ) -> int:
     """Workspace. Of dC's sum: its fp32 copy, or rounding errors and the block that the products go through. Of a chunk: its
     exponentials, their references, partial sums, dE in fp32 (in parts where these are made in one kernel) and scaled e, which are
-    gone before the sums of targets' entries come (a number per 16 of e). Of every token: sixteen numbers. While dC's sum is in
-    fp32, its own memory holds exponentials or parts of dE, the first of them that fits."""
-    references = math.ceil(vocabulary / logits_tile(torch.bfloat16, hidden, arch, stored=True).columns)
+    gone before the sums of targets' entries come (a number per 16 of e). Of every token: eight numbers, with these sums sixteen.
+    While dC's sum is in fp32, its own memory holds exponentials or parts of dE, the first of them that fits."""
+    references = math.ceil(vocabulary / logits_tile(torch.bfloat16, hidden, arch, "exponentials").columns)
     splits = one_pass_splits(chunk, vocabulary, hidden, arch)
     of_c = int(mib_of_sum(vocabulary, hidden, accumulation) * MIB) if need_c else 0
     room = 2 * vocabulary * hidden if need_c and accumulation == "fp32" else 0
@@ -112,7 +112,7 @@ def one_pass_bytes(
             room = 0
         else:
             of_chunk += size
-    return of_c + max(of_chunk, tokens * hidden // 16) + 64 * tokens
+    return of_c + max(of_chunk + 32 * tokens, tokens * (hidden // 16 + 64))
 
 
 @functools.lru_cache(maxsize=256)
@@ -127,7 +127,7 @@ def one_pass_chunk(
 ) -> tuple[int, Accumulation] | None:
     """(tokens of a chunk, how dC's sum is kept) if one pass fits the workspace and is expected to be faster than slices."""
     workspace = default_workspace_mib(tokens, hidden, accumulation) if workspace_mib is None else workspace_mib
-    step = logits_tile(torch.bfloat16, hidden, arch, stored=True).rows
+    step = logits_tile(torch.bfloat16, hidden, arch, "exponentials").rows
     token_tiles = math.ceil(tokens / step)
 
     def fits(rows: int, kept: Accumulation) -> bool:

@@ -50,6 +50,7 @@ class Tile:
 
 HOPPER_TILE = Tile(128, 256, 64)
 HOPPER_NARROW_TILE = Tile(128, 128, 64, start=1.25)
+HOPPER_MULTIPLYING_TILE = Tile(128, 64, 64, start=1.25)  # where registers hold w c, too
 
 DESCRIPTOR_BYTES = 16  # a descriptor's base and rows lie at multiples of this
 
@@ -61,7 +62,7 @@ MULTIPROCESSORS = 132
 # Up to this hidden size a program on Hopper keeps its tokens' rows in shared memory.
 KEPT_HIDDEN = 256
 PARTIALS_BYTES = 4 * 2**20  # at most, of the forward pass' sums over parts of the vocabulary
-MOST_TILES = 64  # of an item
+MOST_CLASSES = 16384  # of an item
 
 # A slice's gradients of the logits by default: MiB, or this many classes where they are more (narrow slices keep few
 # multiprocessors busy).
@@ -83,17 +84,18 @@ def filter_tile(arch: Architecture) -> tuple[int, int]:
     return INTERPRETER_FILTER_TILE if arch == "interpreter" else FILTER_TILE
 
 
-def logits_tile(dtype: torch.dtype, hidden: int, arch: Architecture, stored: bool) -> Tile:
-    """Tile of tokens x classes for the kernels that make logits; columns are once or twice those of the filter's tile.
-
-    stored: the kernel writes a number per logit.
-    """
+def logits_tile(
+    dtype: torch.dtype, hidden: int, arch: Architecture, kernel: Literal["log_sum_exp", "exponentials", "gradient"]
+) -> Tile:
+    """Tile of tokens x classes for the kernels that make logits; log_sum_exp's columns are once or twice those of the filter's."""
     if arch == "interpreter":
         return Tile(*INTERPRETER_FILTER_TILE, 16, group=2)
     if dtype == torch.float32:
         return Tile(128, 128, 32, warps=8, stages=2)
     if arch == "hopper":
-        return HOPPER_NARROW_TILE if stored and hidden <= KEPT_HIDDEN else HOPPER_TILE
+        if kernel == "log_sum_exp" or hidden > KEPT_HIDDEN:
+            return HOPPER_TILE
+        return HOPPER_MULTIPLYING_TILE if kernel == "exponentials" else HOPPER_NARROW_TILE
     return Tile(128, 128, 64, warps=4, stages=3)
 
 
@@ -107,7 +109,7 @@ def vocabulary_splits(tokens: int, vocabulary: int, tile: Tile, arch: Architectu
     same time, and no more than two groups of tiles of tokens should be walked at once: their rows would not stay in L2."""
     token_tiles, class_tiles = math.ceil(tokens / tile.rows), math.ceil(vocabulary / tile.columns)
     programs = 4 if arch == "interpreter" else MULTIPROCESSORS
-    longest = min(class_tiles, MOST_TILES)
+    longest = min(class_tiles, MOST_CLASSES // tile.columns)
     if token_tiles > 2 * tile.group:
         longest = min(longest, math.ceil(class_tiles * tile.group / programs))
     least = 1 if most is None else math.ceil(class_tiles / max(1, most))

@@ -63,7 +63,8 @@ def test_compiles_and_fits(name, dtype, hidden, options, tmp_path):
     constants = flags | ({"D": hidden} if "D" in kernel.arg_names else {"STEPS": hidden // 64, "KEEP": keep})
     if "MAXIMA_V" in kernel.arg_names:
         constants["MAXIMA_V"] = 128
-    types, positions = signature(kernel, dtype, 128 if keep and name != "log_sum_exp" else 256, constants)
+    classes = {"log_sum_exp": 256, "exponentials_product": 64}.get(name, 128 if keep else 256)
+    types, positions = signature(kernel, dtype, classes, constants)
     source = GluonASTSource(fn=kernel, signature=types, constexprs=positions)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=host.LAUNCH)
     assert compiled.metadata.shared <= SHARED_MEMORY

@@ -52,11 +52,11 @@ def test_a_chunk_as_large_as_dc_takes_its_memory():
     assert plans.one_pass_bytes(n, d + 128, d, v, "fp32", True, "hopper") > sum_of_c + 2 * v * d
 
 
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("kernel", ["log_sum_exp", "exponentials", "gradient"])
 @pytest.mark.parametrize("n,d,v", [*SHAPES, (2048, 2048, 128256), (16384, 2048, 4992), (1, 64, 50)])
-def test_splits_leave_no_program_idle_for_long(n, d, v, stored):
+def test_splits_leave_no_program_idle_for_long(n, d, v, kernel):
     """The busiest program has at most a tenth more tiles than all would have if they could be divided, or one tile."""
-    tile = logits_tile(torch.bfloat16, d, "hopper", stored)
+    tile = logits_tile(torch.bfloat16, d, "hopper", kernel)
     token_tiles, class_tiles = math.ceil(n / tile.rows), math.ceil(v / tile.columns)
     splits = vocabulary_splits(n, v, tile, "hopper")
     assert 1 <= splits <= class_tiles
@@ -67,5 +67,5 @@ def test_splits_leave_no_program_idle_for_long(n, d, v, stored):
 
 @pytest.mark.parametrize("most", [1, 7, 1000])
 def test_no_more_splits_than_allowed(most):
-    tile = logits_tile(torch.bfloat16, 2048, "hopper", False)
+    tile = logits_tile(torch.bfloat16, 2048, "hopper", "log_sum_exp")
     assert vocabulary_splits(16384, 128256, tile, "hopper", most) <= most

@@ -193,7 +193,7 @@ def exponentials(
     scratch for that, [splits - 1, n, D] and [n, D]; the second then makes dE's rows in de_ND, unless it is None.
     """
     D, (n, V), arch = e_ND.shape[1], w_nV.shape, architecture(e_ND.device, e_ND.dtype)
-    tile = logits_tile(e_ND.dtype, D, arch, stored=True)
+    tile = logits_tile(e_ND.dtype, D, arch, "exponentials")
     splits, tiles_v = parts.shape[0], triton.cdiv(V, tile.columns)
     arguments = (
         bias_V, codes_N, reference_N, target_N, parts, tile_references, n, V, softcap or 1.0, splits,

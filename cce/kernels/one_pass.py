@@ -102,7 +102,7 @@ def _chunks(
     """
     (N, D), V = e_ND.shape, c_VD.shape[0]
     arch = architecture(e_ND.device, e_ND.dtype)
-    tile = logits_tile(e_ND.dtype, D, arch, stored=True)
+    tile = logits_tile(e_ND.dtype, D, arch, "exponentials")
     f32 = dict(dtype=torch.float32, device=e_ND.device)
     splits = one_pass_splits(chunk, V, D, arch)
     parts = torch.empty(splits, chunk, **f32)

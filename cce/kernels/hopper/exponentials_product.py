@@ -10,16 +10,22 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from cce.kernels.epilogues import kept_exponentials, starting_reference, store_reference
 from cce.kernels.hopper.host import LAUNCH, descriptor, programs, result
-from cce.kernels.hopper.pipeline import ROWS, STORED, TOKENS, after, item_at, logits_layout, rows_of, store_rounded
+from cce.kernels.hopper.pipeline import ROWS, STORED, TOKENS, after, item_at, logits_layout, rows_of
 from cce.kernels.launch import Launch
-from cce.tiles import HOPPER_NARROW_TILE
+from cce.tiles import HOPPER_MULTIPLYING_TILE
 
-CLASSES = gl.constexpr(HOPPER_NARROW_TILE.columns)
-STAGES = gl.constexpr(2)  # tiles of c
+CLASSES = gl.constexpr(HOPPER_MULTIPLYING_TILE.columns)
+STAGES = gl.constexpr(4)  # tiles of c
 
 
 @gluon.jit
@@ -44,12 +50,15 @@ def _load(E, C, e_tiles, c_tiles, full, empty, e_full, e_empty, Codes, N, V, fir
 @gluon.jit
 def _consume(
     e_tiles, c_tiles, out_tiles, full, empty, e_full, e_empty, W, X, LastX, Bias, Codes, Reference, Target, Part,
-    TileReference, N, V, softcap, splits, half: gl.constexpr, D: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    TileReference, N, V, softcap, splits, half: gl.constexpr, D: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     KD: gl.constexpr = c_tiles.type.shape[2]
     of_logits: gl.constexpr = logits_layout(CLASSES)
     of_x: gl.constexpr = logits_layout(KD)
+    of_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=of_x, k_width=2)
     of_rows: gl.constexpr = gl.SliceLayout(1, of_logits)
+    e_tile = e_tiles.index(half)
     stage, phase, e_phase = 0, 0, 0
     for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
         n0, split, first, last, _ = item_at(item, Codes, N, V, splits, CLASSES)
@@ -59,30 +68,40 @@ def _consume(
         x = gl.zeros([ROWS, KD], gl.float32, of_x)
         mbarrier.wait(e_full, e_phase)
         e_phase ^= 1
+        operand = gl.zeros([ROWS, CLASSES], W.dtype, of_operand)
         for tile_v in range(first, last):
             v0 = tile_v * CLASSES
             offs_v = v0 + gl.arange(0, CLASSES, layout=gl.SliceLayout(0, of_logits))
             mbarrier.wait(full.index(stage), phase)
-            c_tile = c_tiles.index(stage)
             z = gl.zeros([ROWS, CLASSES], gl.float32, of_logits)
-            z = warpgroup_mma(e_tiles.index(half), c_tile.permute((1, 0)), z, use_acc=False, is_async=True)
-            z = warpgroup_mma_wait(0, deps=(z,))
+            z = warpgroup_mma(e_tile, c_tiles.index(stage).permute((1, 0)), z, use_acc=False, is_async=True)
+            # The product of the tile before. Of an item's first there is none: what is multiplied then is written over.
+            c_tile = c_tiles.index((stage + STAGES - (tile_v > first).to(gl.int32)) % STAGES)
+            x = warpgroup_mma(operand, c_tile, x, use_acc=tile_v > first + 1, is_async=True)
+            z = warpgroup_mma_wait(1, deps=(z,))
             before = reference
             w, reference, exp_sum, seldom = kept_exponentials(
                 z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V,
                 softcap, CLASSES, HAS_BIAS, HAS_SOFTCAP,
             )  # fmt: skip
+            w = w.to(W.dtype)
+            w_tile = out_tiles.index(2 * half + tile_v % 2)
+            tma.store_wait(1)
+            w_tile.store(w)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(W, [n0 + half * ROWS, v0], w_tile)
+            store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
+            x = warpgroup_mma_wait(0, deps=(x,))
+            mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES), pred=tile_v > first)
             if seldom:
                 factor = gl.convert_layout(gl.exp2(before - reference), gl.SliceLayout(1, of_x))
                 x = x * factor[:, None]
-            w = w.to(W.dtype)
-            operand = gl.convert_layout(w, gl.DotOperandLayout(operand_index=0, parent=of_x, k_width=2))
-            x = warpgroup_mma(operand, c_tile, x, is_async=True)
-            store_rounded(W, out_tiles, w, n0 + half * ROWS, v0, half)
-            store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
-            x = warpgroup_mma_wait(0, deps=(x,))
-            mbarrier.arrive(empty.index(stage))
+            operand = gl.convert_layout(w, of_operand)
             stage, phase = after(stage, phase, STAGES)
+        c_tile = c_tiles.index((stage + STAGES - 1) % STAGES)
+        x = warpgroup_mma(operand, c_tile, x, use_acc=last > first + 1, is_async=True)
+        x = warpgroup_mma_wait(0, deps=(x,))
+        mbarrier.arrive(empty.index((stage + STAGES - 1) % STAGES))
         mbarrier.arrive(e_empty)
         gl.store(Part + split.to(gl.int64) * N + offs_n, reference + gl.log2(exp_sum), mask=in_n)
         rows = n0 + half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_x))
