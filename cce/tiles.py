@@ -50,7 +50,7 @@ class Tile:
 
 HOPPER_TILE = Tile(128, 256, 64)
 HOPPER_NARROW_TILE = Tile(128, 128, 64, start=1.25)
-HOPPER_MULTIPLYING_TILE = Tile(128, 64, 64, start=1.25)  # where registers hold w c, too
+HOPPER_STREAMING_TILE = Tile(128, 64, 64, start=1.25)  # where registers hold a second product, too
 
 DESCRIPTOR_BYTES = 16  # a descriptor's base and rows lie at multiples of this
 
@@ -95,7 +95,7 @@ def logits_tile(
     if arch == "hopper":
         if kernel == "log_sum_exp" or hidden > KEPT_HIDDEN:
             return HOPPER_TILE
-        return HOPPER_MULTIPLYING_TILE if kernel == "exponentials" else HOPPER_NARROW_TILE
+        return HOPPER_STREAMING_TILE if kernel == "exponentials" else HOPPER_NARROW_TILE
     return Tile(128, 128, 64, warps=4, stages=3)
 
 

@@ -15,5 +15,6 @@ from cce.kernels.hopper.exponentials import exponentials
 from cce.kernels.hopper.exponentials_product import exponentials_product
 from cce.kernels.hopper.gradient import logit_gradient
 from cce.kernels.hopper.log_sum_exp import log_sum_exp
+from cce.kernels.hopper.vocabulary_gradient import vocabulary_gradient
 
-__all__ = ["exponentials", "exponentials_product", "log_sum_exp", "logit_gradient"]
+__all__ = ["exponentials", "exponentials_product", "log_sum_exp", "logit_gradient", "vocabulary_gradient"]

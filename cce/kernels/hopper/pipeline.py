@@ -28,13 +28,17 @@ def logits_layout(classes):
 
 
 @gluon.jit
-def item_at(item, Codes, N, V, splits, CLASSES: gl.constexpr):
-    """(first token, split, first tile of classes, one past the last, whether any token is not ignored)."""
+def part_at(item, N, V, splits, CLASSES: gl.constexpr):
+    """(first token, split, first tile of classes, one past the last)."""
     tile_n, split = grouped(item, gl.cdiv(N, TOKENS), splits, GROUP)
     tiles_v = gl.cdiv(V, CLASSES)
-    first = (split * tiles_v) // splits
-    last = ((split + 1) * tiles_v) // splits
-    n0 = tile_n * TOKENS
+    return tile_n * TOKENS, split, (split * tiles_v) // splits, ((split + 1) * tiles_v) // splits
+
+
+@gluon.jit
+def item_at(item, Codes, N, V, splits, CLASSES: gl.constexpr):
+    """As part_at, and whether any token is not ignored."""
+    n0, split, first, last = part_at(item, N, V, splits, CLASSES)
     offs_n = n0 + gl.arange(0, TOKENS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     code = gl.load(Codes + offs_n, mask=offs_n < N, other=IGNORED_CODE)
     return n0, split, first, last, gl.max(code, 0) != IGNORED_CODE
