@@ -15,8 +15,8 @@ from cce.operators import (
     runs_kernels,
     tile_maxima_like,
 )
-from cce.plans import one_pass_chunk
-from cce.presets import Accumulation, GradientMode
+from cce.plans import Sum, one_pass_chunk
+from cce.presets import GradientMode
 from cce.targets import IGNORED
 from cce.tiles import architecture
 from cce.vocab_parallel import VocabParallelOptions, combine_parts, reduce_e_grad
@@ -29,7 +29,7 @@ def chunk_of_tokens(
     dtype: torch.dtype,
     mode: GradientMode,
     workspace_mib: float | None,
-) -> tuple[int, Accumulation] | None:
+) -> tuple[int, Sum] | None:
     """(tokens of a chunk, how dC's sum is kept) for `one_pass`, or None where the gradients are to be made by slices in the backward pass.
 
     One pass has kernels for products in bf16 and for gradients of e and c that nothing is left out of.
@@ -52,7 +52,7 @@ def chunk_of_tokens(
 
 # torch.compile takes the answer for a constant of the shape, a compilation a shape, instead of tracing how it comes about.
 @torch.compiler.assume_constant_result
-def _chosen(*of) -> tuple[int, Accumulation] | None:
+def _chosen(*of) -> tuple[int, Sum] | None:
     return one_pass_chunk(*of)
 
 
@@ -162,7 +162,7 @@ class SummedLoss(torch.autograd.Function):
         z_loss: float,
         mode: tuple,
         workspace_mib: float | None,
-        chunk: tuple[int, Accumulation],
+        chunk: tuple[int, Sum],
     ):
         ctx.dtypes = (e_ND.dtype, c_VD.dtype)
         ctx.options = (softcap, z_loss, *mode, workspace_mib)

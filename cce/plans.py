@@ -1,8 +1,9 @@
-"""Which of the two ways to walk the gradient takes, from the shape and the memory that it may use.
+"""Which way to walk the gradient takes, from the shape and the memory that it may use.
 
 slices     backward pass: slices of the vocabulary, logits made again: 4 products; dE adds up over slices.
-one pass   forward pass: chunks of tokens, exponentials kept: 3 products; dC adds up over chunks. Needs the upstream gradient
-           to be one number, which can be multiplied in later.
+one pass   forward pass; needs the upstream gradient to be one number, which can be multiplied in later. Either
+           chunks of tokens, exponentials kept: 3 products; dC adds up over chunks; or, for small D on Hopper,
+           nothing kept, both gradients added up in registers: 4 products in two kernels.
 
 N tokens, D hidden, V vocabulary. Workspace: bytes beyond inputs and gradients.
 """
@@ -10,6 +11,7 @@ N tokens, D hidden, V vocabulary. Workspace: bytes beyond inputs and gradients.
 import functools
 import math
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
@@ -18,23 +20,30 @@ from cce.tiles import (
     DEFAULT_SLICE_CLASSES,
     DEFAULT_SLICE_MIB,
     FILTER_TILE,
+    HOPPER_STREAMING_TILE,
     KAHAN_BLOCK_BYTES,
     MIB,
     MULTIPROCESSORS,
     Architecture,
     logits_tile,
-    multiplies,
     padded_width,
+    streaming_splits,
+    streams,
     vocabulary_splits,
 )
 
 # Rates that the two ways are compared at, an H200's: products in FLOP/s, memory in bytes/s. On another GPU the choice is a guess.
 PRODUCT_RATE = 650e12
 MEMORY_RATE = 4e12
+LOGITS_RATE = 0.75e12  # logits/s that an epilogue makes numbers of: what bounds kernels where D is small
+CHUNK_SECONDS = 25e-6  # beside the products: launches, small kernels
 
 # Bytes per element of dE or dC: what an accumulation takes beside a gradient in bf16, and what it reads and writes each time.
 ACCUMULATION_BYTES: dict[Accumulation, int] = {"fp32": 4, "kahan": 2, "plain": 0}
 TRAFFIC: dict[Accumulation, int] = {"fp32": 8, "kahan": 8, "plain": 4}
+
+# How one pass keeps dC's sum.
+Sum = Accumulation | Literal["registers"]
 
 
 def mib_of_sum(rows: int, hidden: int, accumulation: Accumulation) -> float:
@@ -90,7 +99,7 @@ def slices(
 
 def one_pass_splits(chunk: int, vocabulary: int, hidden: int, arch: Architecture) -> int:
     """Splits of the vocabulary in one pass: each program walks one split for one tile of a chunk's tokens."""
-    tile = logits_tile(torch.bfloat16, hidden, arch, "exponentials")
+    tile = logits_tile(torch.bfloat16, hidden, arch, stored=True)
     return vocabulary_splits(chunk, vocabulary, tile, arch)
 
 
@@ -98,21 +107,107 @@ def one_pass_bytes(
     tokens: int, chunk: int, hidden: int, vocabulary: int, accumulation: Accumulation, need_c: bool, arch: Architecture
 ) -> int:
     """Workspace. Of dC's sum: its fp32 copy, or rounding errors and the block that the products go through. Of a chunk: its
-    exponentials, their references, partial sums, dE in fp32 (in parts where these are made in one kernel) and scaled e, which are
-    gone before the sums of targets' entries come (a number per 16 of e). Of every token: eight numbers, with these sums sixteen.
-    While dC's sum is in fp32, its own memory holds exponentials or parts of dE, the first of them that fits."""
-    references = math.ceil(vocabulary / logits_tile(torch.bfloat16, hidden, arch, "exponentials").columns)
+    exponentials (in dC's own memory while the sum is in fp32, where they fit), their references, partial sums, dE in fp32 and
+    scaled e, which are gone before the sums of targets' entries come (a number per 16 of e). Of every token: sixteen numbers."""
+    references = math.ceil(vocabulary / logits_tile(torch.bfloat16, hidden, arch, stored=True).columns)
     splits = one_pass_splits(chunk, vocabulary, hidden, arch)
-    of_c = int(mib_of_sum(vocabulary, hidden, accumulation) * MIB) if need_c else 0
-    room = 2 * vocabulary * hidden if need_c and accumulation == "fp32" else 0
-    of_chunk = chunk * (4 * (references + splits) + 6 * hidden)
-    parts_of_e = (splits - 1) * chunk * 4 * hidden if multiplies(hidden, arch) else 0
-    for size in (chunk * 2 * padded_width(vocabulary, 2), parts_of_e):
-        if size <= room:
-            room = 0
-        else:
-            of_chunk += size
-    return of_c + max(of_chunk + 32 * tokens, tokens * (hidden // 16 + 64))
+    exponentials = chunk * 2 * padded_width(vocabulary, 2)
+    of_c = 0
+    if need_c:
+        of_c = int(mib_of_sum(vocabulary, hidden, accumulation) * MIB)
+        if accumulation == "fp32" and exponentials <= 2 * vocabulary * hidden:
+            exponentials = 0
+    of_chunk = exponentials + chunk * (4 * (references + splits) + 6 * hidden)
+    return of_c + max(of_chunk, tokens * hidden // 16) + 64 * tokens
+
+
+def in_registers_bytes(tokens: int, chunk: int, hidden: int, vocabulary: int, need_c: bool) -> int:
+    """Workspace where dC's sum is kept in registers: dE of a chunk in fp32, in parts of the vocabulary, unless dC's own memory has
+    room; what the parts are merged by; and eight numbers of every token."""
+    splits, _ = streaming_splits(chunk, vocabulary)
+    of_e = splits * chunk * hidden * 4
+    room = 2 * vocabulary * hidden if need_c else 0
+    return (of_e if of_e > room else 0) + 8 * splits * chunk + 32 * tokens
+
+
+def _logits_seconds(tokens: int, hidden: int, vocabulary: int) -> float:
+    return tokens * vocabulary * max(2 * hidden / PRODUCT_RATE, 1 / LOGITS_RATE)
+
+
+def _in_registers(
+    tokens: int, hidden: int, vocabulary: int, workspace: float, need_c: bool
+) -> tuple[float, int, Sum] | None:
+    """(seconds, tokens of a chunk, "registers")."""
+    tile = HOPPER_STREAMING_TILE
+    of_tile = MULTIPROCESSORS * tile.rows * tile.columns * max(4 * hidden / PRODUCT_RATE, 1 / LOGITS_RATE)
+
+    def seconds(chunk: int) -> float:
+        return math.ceil(tokens / chunk) * (streaming_splits(chunk, vocabulary)[1] * of_tile + CHUNK_SECONDS)
+
+    def taken(chunk: int) -> int:
+        return in_registers_bytes(tokens, chunk, hidden, vocabulary, need_c)
+
+    most = min(math.ceil(tokens / tile.rows), 2 * MULTIPROCESSORS)
+    chunks = (rows * tile.rows for rows in range(most, 0, -1))
+    fitting = [(seconds(chunk), chunk) for chunk in chunks if taken(chunk) <= workspace * MIB]
+    if not fitting:
+        return None
+    as_fast = [chunk for time, chunk in fitting if time <= 1.02 * min(fitting)[0]]
+    chunk = min(as_fast, key=taken)
+    rounds = math.ceil(math.ceil(vocabulary / tile.rows) / MULTIPROCESSORS)
+    of_c = rounds * (math.ceil(tokens / tile.columns) + tile.start) * of_tile
+    return seconds(chunk) + of_c, chunk, "registers"
+
+
+def _by_chunks(
+    tokens: int,
+    hidden: int,
+    vocabulary: int,
+    accumulation: Accumulation,
+    workspace: float,
+    need_c: bool,
+    arch: Architecture,
+) -> tuple[float, int, Sum] | None:
+    """(seconds, tokens of a chunk, how dC's sum is kept)."""
+    step = logits_tile(torch.bfloat16, hidden, arch, stored=True).rows
+    token_tiles = math.ceil(tokens / step)
+
+    def fits(rows: int, kept: Accumulation) -> bool:
+        return one_pass_bytes(tokens, rows * step, hidden, vocabulary, kept, need_c, arch) <= workspace * MIB
+
+    def most_tiles(kept: Accumulation) -> int:
+        """Of tokens, in a chunk that fits; 0 if none does."""
+        low, high = 0, token_tiles
+        while low < high:
+            middle = (low + high + 1) // 2
+            if fits(middle, kept):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    product = 2 * tokens * hidden * vocabulary / PRODUCT_RATE
+    logits = _logits_seconds(tokens, hidden, vocabulary)
+
+    def seconds(rows: int) -> float:
+        """How dE's product fills the GPU depends on the chunk, and reading and writing dC's sum."""
+        tiles = rows * math.ceil(hidden / 256)
+        busy = tiles * max(1, MULTIPROCESSORS // tiles)  # few tiles are split along the vocabulary
+        idle = math.ceil(busy / MULTIPROCESSORS) * MULTIPROCESSORS / busy
+        of_chunk = vocabulary * hidden * TRAFFIC[accumulation] / MEMORY_RATE + CHUNK_SECONDS
+        return logits + product * (1 + idle) + math.ceil(token_tiles / rows) * of_chunk
+
+    for kept in ("fp32", "kahan") if accumulation == "kahan" else (accumulation,):
+        most = most_tiles(kept)
+        if most > 0:
+            break
+    else:
+        return None
+    rows = most
+    for fewer in range(most - 1, max(0, most - MULTIPROCESSORS), -1):
+        if seconds(fewer) < seconds(rows) and fits(fewer, kept):
+            rows = fewer
+    return seconds(rows), rows * step, kept
 
 
 @functools.lru_cache(maxsize=256)
@@ -124,39 +219,23 @@ def one_pass_chunk(
     workspace_mib: float | None,
     need_c: bool,
     arch: Architecture,
-) -> tuple[int, Accumulation] | None:
+) -> tuple[int, Sum] | None:
     """(tokens of a chunk, how dC's sum is kept) if one pass fits the workspace and is expected to be faster than slices."""
     workspace = default_workspace_mib(tokens, hidden, accumulation) if workspace_mib is None else workspace_mib
-    step = logits_tile(torch.bfloat16, hidden, arch, "exponentials").rows
-    token_tiles = math.ceil(tokens / step)
-
-    def fits(rows: int, kept: Accumulation) -> bool:
-        return one_pass_bytes(tokens, rows * step, hidden, vocabulary, kept, need_c, arch) <= workspace * MIB
-
-    def seconds(rows: int) -> float:
-        """What depends on the chunk: how dE's product fills the GPU, and reading and writing dC's sum."""
-        tiles = rows * math.ceil(hidden / 256)
-        if multiplies(hidden, arch):
-            busy = tiles * one_pass_splits(rows * step, vocabulary, hidden, arch)
-        else:
-            busy = tiles * max(1, MULTIPROCESSORS // tiles)  # few tiles are split along the vocabulary
-        idle = math.ceil(busy / MULTIPROCESSORS) * MULTIPROCESSORS / busy
-        return (
-            product * idle + math.ceil(token_tiles / rows) * vocabulary * hidden * TRAFFIC[accumulation] / MEMORY_RATE
-        )
+    ways = [_by_chunks(tokens, hidden, vocabulary, accumulation, workspace, need_c, arch)]
+    if streams(hidden, arch):
+        ways.append(_in_registers(tokens, hidden, vocabulary, workspace, need_c))
+    ways = [way for way in ways if way is not None]
+    if not ways:
+        return None
+    fastest, *_ = min(ways)
+    seconds, chunk, kept = [way for way in ways if way[0] <= 1.05 * fastest][-1]  # registers need next to no workspace
 
     product = 2 * tokens * hidden * vocabulary / PRODUCT_RATE
     of_e, granule = summed_in(tokens, hidden, accumulation, workspace), FILTER_TILE[1]
     free = int((workspace - mib_of_sum(tokens, hidden, of_e)) * MIB)
     buffer_classes = max(1, free // (2 * tokens * granule)) * granule
     walk = len(list(slices(tokens, hidden, vocabulary, granule, buffer_classes, 2, 2 if need_c else None)))
-    by_slices = 4 * product + walk * tokens * hidden * TRAFFIC[of_e] / MEMORY_RATE
-
-    for kept in ("fp32", "kahan") if accumulation == "kahan" else (accumulation,):
-        fitting = [rows for rows in range(token_tiles, 0, -1) if fits(rows, kept)]
-        if fitting:
-            break
-    else:
-        return None
-    rows = min(fitting, key=seconds)
-    return (rows * step, kept) if 2 * product + seconds(rows) < by_slices else None
+    of_slice = tokens * hidden * TRAFFIC[of_e] / MEMORY_RATE + CHUNK_SECONDS
+    by_slices = 2 * (_logits_seconds(tokens, hidden, vocabulary) + product) + walk * of_slice
+    return (chunk, kept) if seconds < by_slices else None

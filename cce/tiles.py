@@ -50,7 +50,7 @@ class Tile:
 
 HOPPER_TILE = Tile(128, 256, 64)
 HOPPER_NARROW_TILE = Tile(128, 128, 64, start=1.25)
-HOPPER_STREAMING_TILE = Tile(128, 64, 64, start=1.25)  # where registers hold a second product, too
+HOPPER_STREAMING_TILE = Tile(128, 64, 64, start=4.0)
 
 DESCRIPTOR_BYTES = 16  # a descriptor's base and rows lie at multiples of this
 
@@ -62,7 +62,7 @@ MULTIPROCESSORS = 132
 # Up to this hidden size a program on Hopper keeps its tokens' rows in shared memory.
 KEPT_HIDDEN = 256
 PARTIALS_BYTES = 4 * 2**20  # at most, of the forward pass' sums over parts of the vocabulary
-MOST_CLASSES = 16384  # of an item
+MOST_TILES = 64  # of an item
 
 # A slice's gradients of the logits by default: MiB, or this many classes where they are more (narrow slices keep few
 # multiprocessors busy).
@@ -84,24 +84,18 @@ def filter_tile(arch: Architecture) -> tuple[int, int]:
     return INTERPRETER_FILTER_TILE if arch == "interpreter" else FILTER_TILE
 
 
-def logits_tile(
-    dtype: torch.dtype, hidden: int, arch: Architecture, kernel: Literal["log_sum_exp", "exponentials", "gradient"]
-) -> Tile:
-    """Tile of tokens x classes for the kernels that make logits; log_sum_exp's columns are once or twice those of the filter's."""
+def logits_tile(dtype: torch.dtype, hidden: int, arch: Architecture, stored: bool) -> Tile:
+    """Tile of tokens x classes for the kernels that make logits; columns are once or twice those of the filter's tile.
+
+    stored: the kernel writes a number per logit.
+    """
     if arch == "interpreter":
         return Tile(*INTERPRETER_FILTER_TILE, 16, group=2)
     if dtype == torch.float32:
         return Tile(128, 128, 32, warps=8, stages=2)
     if arch == "hopper":
-        if kernel == "log_sum_exp" or hidden > KEPT_HIDDEN:
-            return HOPPER_TILE
-        return HOPPER_STREAMING_TILE if kernel == "exponentials" else HOPPER_NARROW_TILE
+        return HOPPER_NARROW_TILE if stored and hidden <= KEPT_HIDDEN else HOPPER_TILE
     return Tile(128, 128, 64, warps=4, stages=3)
-
-
-def multiplies(hidden: int, arch: Architecture) -> bool:
-    """Whether the kernel that keeps exponentials multiplies them with c: what dE is made of then needs no product of its own."""
-    return arch == "hopper" and hidden <= KEPT_HIDDEN
 
 
 def vocabulary_splits(tokens: int, vocabulary: int, tile: Tile, arch: Architecture, most: int | None = None) -> int:
@@ -109,7 +103,7 @@ def vocabulary_splits(tokens: int, vocabulary: int, tile: Tile, arch: Architectu
     same time, and no more than two groups of tiles of tokens should be walked at once: their rows would not stay in L2."""
     token_tiles, class_tiles = math.ceil(tokens / tile.rows), math.ceil(vocabulary / tile.columns)
     programs = 4 if arch == "interpreter" else MULTIPROCESSORS
-    longest = min(class_tiles, MOST_CLASSES // tile.columns)
+    longest = min(class_tiles, MOST_TILES)
     if token_tiles > 2 * tile.group:
         longest = min(longest, math.ceil(class_tiles * tile.group / programs))
     least = 1 if most is None else math.ceil(class_tiles / max(1, most))
@@ -120,6 +114,24 @@ def vocabulary_splits(tokens: int, vocabulary: int, tile: Tile, arch: Architectu
         if busiest < fewest:
             fewest, best = busiest, tiles
     return math.ceil(class_tiles / best)
+
+
+def streams(hidden: int, arch: Architecture) -> bool:
+    """Whether kernels can keep rows of e or c in shared memory, and the sum of their gradient in registers, while the other streams
+    by."""
+    return arch == "hopper" and hidden <= KEPT_HIDDEN
+
+
+def streaming_splits(rows: int, columns: int) -> tuple[int, float]:
+    """(parts of the columns, so that all programs end at the same time; tiles, of the program that has most to do)."""
+    tile = HOPPER_STREAMING_TILE
+    row_tiles, column_tiles = math.ceil(rows / tile.rows), math.ceil(columns / tile.columns)
+
+    def busiest(splits: int) -> float:
+        return math.ceil(row_tiles * splits / MULTIPROCESSORS) * (math.ceil(column_tiles / splits) + tile.start)
+
+    splits = min(range(1, min(column_tiles, MULTIPROCESSORS) + 1), key=busiest)
+    return splits, busiest(splits)
 
 
 def product_tile(dtype: torch.dtype, columns: int, arch: Architecture) -> Tile:

@@ -1,4 +1,4 @@
-"""Exponentials of a chunk of tokens, kept in memory, and per token what makes gradients of them (cce/kernels/one_pass.py)."""
+"""Exponentials of a chunk of tokens, kept in memory, and per token what makes gradients of them (cce/kernels/chunked.py)."""
 
 import torch
 import triton
@@ -73,15 +73,16 @@ PARTS_AT_ONCE = tl.constexpr(4)  # of dE: what a warp has in flight
 #   scale = (dloss + dlse) 2^(reference - lse log2e)     the gradient of a logit that is not the target's is scale w
 #   own   = ((p - 1) dloss + p dlse) slope               that of the target's; p - 1 = -x / (1 + x), x = exp(rest - target)
 # with dlse = 2 z_loss lse dloss, the gradient of z_loss lse^2. NEED_SCALED: ScaledE = round(scale e).
-# NEED_DE: w C is there, split by split (X, the last in LastX), and DE = round(scale (w C) + own c_target).
-# For N tokens from the first_n-th on; Part, TileReference, W, ScaledE, X and LastX begin with these.
+# For N tokens from the first_n-th on; Part, TileReference, W, ScaledE and X begin with these.
 # Tiles whose reference stayed behind the token's largest are brought to it: as a rule there are none.
+# STREAMED: w was not kept, and a tile of TileReference is a split. If NEED_DE, X has the splits' w C, and DE = round(scale (w C) +
+# own c_target). Scale is then log2 |scale / 2^reference| with its sign turned: what a gradient needs that is made of logits again.
 @triton.jit
 def _tokens_kernel(
-    Part, TileReference, Target, Codes, Dloss, Nll, Lse, Scale, Own, W, E, ScaledE, X, LastX, C, DE,
+    Part, TileReference, Target, Codes, Dloss, Nll, Lse, Scale, Own, W, E, ScaledE, X, C, DE,
     N, V, D, stride_w, stride_e, stride_s, stride_c, stride_de, splits, tiles_v, z_loss, softcap, first_n,
-    HAS_SOFTCAP: tl.constexpr, NEED_SCALED: tl.constexpr, NEED_DE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, STREAMED: tl.constexpr, NEED_SCALED: tl.constexpr, NEED_DE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     Target += first_n
     Codes += first_n
@@ -123,12 +124,16 @@ def _tokens_kernel(
     if HAS_SOFTCAP:
         t = target / softcap
         own *= 1 - t * t
-    scale = tl.where(active, (dloss + dlse) * tl.exp2(reference - lse * LOG2E), 0.0)
     own = tl.where(active, own, 0.0)
+    scale = tl.where(active, (dloss + dlse) * tl.exp2(reference - lse * LOG2E), 0.0)
     tl.store(Nll + offs_n, tl.where(active, nll, 0.0), mask=inside)
     tl.store(Lse + offs_n, tl.where(active, lse, 0.0), mask=inside)
-    tl.store(Scale + offs_n, scale, mask=inside)
     tl.store(Own + offs_n, own, mask=inside)
+    if STREAMED:
+        shift = lse * LOG2E - tl.log2(tl.abs(dloss + dlse))
+        tl.store(Scale + offs_n, tl.where(active, shift, float("inf")), mask=inside)
+    else:
+        tl.store(Scale + offs_n, scale, mask=inside)
     rows = offs_n.to(tl.int64)[:, None]
     if NEED_SCALED:
         for d in range(0, D, BLOCK_D):
@@ -142,28 +147,27 @@ def _tokens_kernel(
             mask = inside[:, None] & (offs_d < D)
             product = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
             for split_0 in range(0, splits, PARTS_AT_ONCE):
-                split = split_0 + tl.arange(0, PARTS_AT_ONCE)[:, None]
+                split = (split_0 + tl.arange(0, PARTS_AT_ONCE)).to(tl.int64)[:, None]
                 in_s = (split < splits) & inside[None, :]
-                last = (((split + 1) * tiles_v) // splits - 1).to(tl.int64) * N + offs_n[None, :]
-                behind = tl.load(TileReference + last, mask=in_s, other=LOWEST) - reference[None, :]
-                of_last = (split == splits - 1)[:, :, None]
-                of_split = tl.where(of_last, LastX, X + split.to(tl.int64)[:, :, None] * N * D)
-                at = of_split + (rows * D + offs_d)[None, :, :]
+                of_split = tl.load(TileReference + split * N + offs_n[None, :], mask=in_s, other=LOWEST)
+                at = X + (split[:, :, None] * N + rows[None, :, :]) * D + offs_d[None, :, :]
                 of_part = tl.load(at, mask=in_s[:, :, None] & mask[None, :, :], other=0.0)
-                product += tl.sum(of_part * tl.exp2(behind)[:, :, None], 0)
+                product += tl.sum(of_part * tl.exp2(of_split - reference[None, :])[:, :, None], 0)
             at = C + tl.maximum(code, 0).to(tl.int64)[:, None] * stride_c + offs_d
             of_target = tl.load(at, mask=mask & (code >= 0)[:, None], other=0.0).to(tl.float32)
             de = product * scale[:, None] + of_target * own[:, None]
             tl.store(DE + (first_n + rows) * stride_de + offs_d, de.to(DE.dtype.element_ty), mask=mask)
-    if tl.max((inside & (lowest < reference)).to(tl.int32), 0) != 0:
-        for tile_v in range(0, tiles_v):
-            behind = tl.load(TileReference + tl.cast(tile_v, tl.int64) * N + offs_n, mask=inside, other=0.0) - reference
-            if tl.min(tl.where(inside, behind, 0.0), 0) < 0:
-                offs_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
-                mask = inside[:, None] & (offs_v < V)[None, :]
-                w = tl.load(W + rows * stride_w + offs_v[None, :], mask=mask, other=0.0).to(tl.float32)
-                w *= tl.exp2(behind)[:, None]
-                tl.store(W + rows * stride_w + offs_v[None, :], w.to(W.dtype.element_ty), mask=mask)
+    if not STREAMED:
+        if tl.max((inside & (lowest < reference)).to(tl.int32), 0) != 0:
+            for tile_v in range(0, tiles_v):
+                at = TileReference + tl.cast(tile_v, tl.int64) * N + offs_n
+                behind = tl.load(at, mask=inside, other=0.0) - reference
+                if tl.min(tl.where(inside, behind, 0.0), 0) < 0:
+                    offs_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
+                    mask = inside[:, None] & (offs_v < V)[None, :]
+                    w = tl.load(W + rows * stride_w + offs_v[None, :], mask=mask, other=0.0).to(tl.float32)
+                    w *= tl.exp2(behind)[:, None]
+                    tl.store(W + rows * stride_w + offs_v[None, :], w.to(W.dtype.element_ty), mask=mask)
 
 
 def exponentials(
@@ -181,19 +185,16 @@ def exponentials(
     parts: torch.Tensor,
     tile_references: torch.Tensor,
     tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-    x: tuple[torch.Tensor, torch.Tensor] | None = None,
-    de_ND: torch.Tensor | None = None,
 ) -> tuple[Launch, Launch]:
     """Two kernels to launch one after the other, with the first token of a chunk: they fill w_nV [n, V] bf16, scaled_e [n, D]
     and the chunk's part of tokens = (nll, lse, scale, own), each [N] fp32, of _tokens_kernel.
 
     reference_N: the target's logit, not necessarily to the last bit; target_N comes with the same numbers, which stay where a
     token has no target. dloss: fp32 scalar, the gradient of each token's loss. parts [splits, n] and tile_references [tiles of
-    classes, n]: fp32 scratch. x: where the first kernel multiplies w with c right away (cce/tiles.py: multiplies), contiguous fp32
-    scratch for that, [splits - 1, n, D] and [n, D]; the second then makes dE's rows in de_ND, unless it is None.
+    classes, n]: fp32 scratch.
     """
     D, (n, V), arch = e_ND.shape[1], w_nV.shape, architecture(e_ND.device, e_ND.dtype)
-    tile = logits_tile(e_ND.dtype, D, arch, "exponentials")
+    tile = logits_tile(e_ND.dtype, D, arch, stored=True)
     splits, tiles_v = parts.shape[0], triton.cdiv(V, tile.columns)
     arguments = (
         bias_V, codes_N, reference_N, target_N, parts, tile_references, n, V, softcap or 1.0, splits,
@@ -202,10 +203,7 @@ def exponentials(
     if arch == "hopper":
         from cce.kernels import hopper
 
-        if x is None:
-            of_classes = hopper.exponentials(e_ND, c_VD, w_nV, tile, arguments, flags)
-        else:
-            of_classes = hopper.exponentials_product(e_ND, c_VD, w_nV, *x, arguments, flags)
+        of_classes = hopper.exponentials(e_ND, c_VD, w_nV, tile, arguments, flags)
     else:
         of_classes = Launch(
             _exponentials_kernel,
@@ -221,20 +219,55 @@ def exponentials(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
-    need_de = x is not None and de_ND is not None
-    block = 2 if need_de else 8
+    block = 8
     of_tokens = Launch(
         _tokens_kernel,
         (triton.cdiv(n, block),),
         (
-            parts, tile_references, target_N, codes_N, dloss, *tokens, w_nV, e_ND, scaled_e, *(x or (None, None)), c_VD,
-            de_ND, n, V, D, w_nV.stride(0), e_ND.stride(0), 0 if scaled_e is None else scaled_e.stride(0), c_VD.stride(0),
-            0 if de_ND is None else de_ND.stride(0), splits, tiles_v, z_loss, softcap or 1.0,
+            parts, tile_references, target_N, codes_N, dloss, *tokens, w_nV, e_ND, scaled_e, None, None, None, n, V, D,
+            w_nV.stride(0), e_ND.stride(0), 0 if scaled_e is None else scaled_e.stride(0), 0, 0, splits, tiles_v, z_loss,
+            softcap or 1.0,
         ),
         dict(
-            HAS_SOFTCAP=softcap is not None, NEED_SCALED=scaled_e is not None, NEED_DE=need_de, BLOCK_N=block,
-            BLOCK_S=32, BLOCK_V=tile.columns, BLOCK_D=min(256, triton.next_power_of_2(D)),
+            HAS_SOFTCAP=softcap is not None, STREAMED=False, NEED_SCALED=scaled_e is not None, NEED_DE=False,
+            BLOCK_N=block, BLOCK_S=32, BLOCK_V=tile.columns, BLOCK_D=min(256, triton.next_power_of_2(D)),
         ),
         num_warps=1,
     )  # fmt: skip
     return of_classes, of_tokens
+
+
+def streamed_tokens(
+    c_VD: torch.Tensor,
+    codes_N: torch.Tensor,
+    target_N: torch.Tensor,
+    dloss: torch.Tensor,
+    softcap: float | None,
+    z_loss: float,
+    x_snD: torch.Tensor,
+    parts: torch.Tensor,
+    references: torch.Tensor,
+    tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    de_ND: torch.Tensor | None,
+) -> Launch:
+    """launch(first): as the second kernel of `exponentials`, behind a kernel that kept no exponentials but their product with c,
+    x_snD [splits, n, D] fp32 contiguous, in units of 2^-references [splits, n].
+
+    It fills the chunk's part of tokens = (nll, lse, shift, own), each [N] fp32, and of de_ND. shift = lse log2e - log2 |dloss + dlse|,
+    infinite for ignored tokens.
+    """
+    splits, n, D = x_snD.shape
+    block, need_de = 2, de_ND is not None
+    return Launch(
+        _tokens_kernel,
+        (triton.cdiv(n, block),),
+        (
+            parts, references, target_N, codes_N, dloss, *tokens, None, None, None, x_snD, c_VD, de_ND, n, c_VD.shape[0],
+            D, 0, 0, 0, c_VD.stride(0), de_ND.stride(0) if need_de else 0, splits, splits, z_loss, softcap or 1.0,
+        ),
+        dict(
+            HAS_SOFTCAP=softcap is not None, STREAMED=True, NEED_SCALED=False, NEED_DE=need_de, BLOCK_N=block,
+            BLOCK_S=32, BLOCK_V=1, BLOCK_D=min(256, triton.next_power_of_2(D)),
+        ),
+        num_warps=1,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What finishes the gradients of one pass (cce/kernels/one_pass.py): each row of dE, the targets' entries of dC, the upstream factor."""
+"""What finishes the gradients of one pass (cce/kernels/chunked.py): each row of dE, the targets' entries of dC, the upstream factor."""
 
 import torch
 import triton

@@ -69,7 +69,7 @@ def _merge_kernel(Part, PartTotal, Rest, Mean, N, V, splits, BLOCK_N: tl.constex
 
 def _log_sum_exp(e_ND, c_VD, bias_V, codes_N, softcap, need_mean, maxima, arch: Architecture):
     (N, D), V, device = e_ND.shape, c_VD.shape[0], e_ND.device
-    tile = logits_tile(e_ND.dtype, D, arch, "log_sum_exp")
+    tile = logits_tile(e_ND.dtype, D, arch, stored=False)
     token_tiles, partials = triton.cdiv(N, tile.rows), 2 if need_mean else 1
     splits = vocabulary_splits(N, V, tile, arch, PARTIALS_BYTES // (4 * partials * N))
     part = torch.empty(splits, N, dtype=torch.float32, device=device)

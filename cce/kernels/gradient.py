@@ -77,7 +77,7 @@ def logit_gradient(
     if arch == "hopper" and bias_parts is None and kept is None:
         from cce.kernels import hopper
 
-        tile = logits_tile(e_ND.dtype, D, arch, "gradient")
+        tile = logits_tile(e_ND.dtype, D, arch, stored=True)
         splits = vocabulary_splits(N, width, tile, arch)
         return hopper.logit_gradient(e_ND, c_VD, g_Nw, tile, (*arguments, N, V, width, *numbers, splits), flags)
     tile = _plain_tile(e_ND)
@@ -103,7 +103,7 @@ def logit_gradient(
 def _plain_tile(e_ND: torch.Tensor) -> Tile:
     """Of the kernel above, which filters and sums for a bias on Hopper, too."""
     arch = architecture(e_ND.device, e_ND.dtype)
-    return logits_tile(e_ND.dtype, e_ND.shape[1], "other" if arch == "hopper" else arch, "gradient")
+    return logits_tile(e_ND.dtype, e_ND.shape[1], "other" if arch == "hopper" else arch, stored=True)
 
 
 def tiles_of_tokens(e_ND: torch.Tensor) -> int:

@@ -1,30 +1,14 @@
-"""Loss and gradients in one pass over chunks of tokens: exponentials are kept instead of computed again, 3 products in all.
-
-For each chunk of n tokens:
-  1. one kernel computes the logits and keeps w = exp(z - reference) [n, V] in bf16, 0 for each token's target, with the
-     sums of the unrounded w; a small one makes of them loss, lse, and per token the scale of w and the target's entry;
-  2. dE = scale (w C) + own c_target: one product over the whole vocabulary, finished and rounded once (for small D on Hopper
-     the first kernel of 1. makes it, too, in parts of the vocabulary, and the second finishes it);
-  3. dC += w^T (scale e): the only sum over chunks: Kahan or fp32 (cce/presets.py).
-At the end the targets' entries, own e, are added to their rows of dC. They never pass through bf16: what a target's entry
-loses to rounding is nothing, however close to 1 its probability is.
+"""Loss and gradients in one pass over the tokens, in one of two ways: chunked.py, streamed.py.
 
 The gradients are those of the loss with the upstream gradient 1 (cce/function.py multiplies it in).
 """
 
-from collections.abc import Callable
-
 import torch
-import triton
 
-from cce.kernels.exponentials import exponentials
-from cce.kernels.finishing import add_target_rows, hidden_gradient
+from cce.kernels.chunked import chunked
 from cce.kernels.logits import addressable
-from cce.kernels.product import kahan_block, kahan_product, product_into
-from cce.kernels.target_logit import target_logit
-from cce.plans import one_pass_splits
-from cce.presets import Accumulation
-from cce.tiles import architecture, logits_tile, multiplies, padded_width
+from cce.kernels.streamed import streamed
+from cce.plans import Sum
 
 
 def one_pass(
@@ -36,118 +20,29 @@ def one_pass(
     softcap: float | None,
     z_loss: float,
     chunk: int,
-    accumulation: Accumulation,
+    kept: Sum,
     needs: tuple[bool, bool],
     dtypes: tuple[torch.dtype, torch.dtype],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """(nll [N], lse [N], dE [N, D], dC [V, D]); dE and dC are gradients of dloss * sum(nll + z_loss lse^2), in `dtypes`.
 
-    e, c: bf16. dloss: fp32 scalar on the device. chunk: tokens at a time. accumulation: of dC over chunks. needs: which of
-    dE, dC.
+    e, c: bf16. dloss: fp32 scalar on the device. chunk: tokens at a time. kept: how the sum of dC is. needs: which of dE, dC.
     """
     (N, D), V, device = e_ND.shape, c_VD.shape[0], e_ND.device
     need_e, need_c = needs
     e_ND, c_VD = addressable(e_ND), addressable(c_VD)
     padded = e_ND.shape[1]
-
     tokens = torch.empty(4, N, dtype=torch.float32, device=device)
     de_ND = torch.empty(N, padded, dtype=dtypes[0], device=device) if need_e else None
     dc_VD = torch.empty(V, padded, dtype=dtypes[1], device=device) if need_c else None
-    rounded = need_c and dtypes[1] != torch.float32
-    fp32_sum = rounded and accumulation == "fp32"
-    sum_VD = torch.empty(V, padded, dtype=torch.float32, device=device) if fp32_sum else dc_VD
-    comp_VD = torch.empty_like(dc_VD) if rounded and accumulation == "kahan" else None
-    # While dC's sum is kept elsewhere, its own memory has room for what a chunk takes.
-    _chunks(
-        e_ND, c_VD, bias_V, codes_N, dloss, softcap, z_loss, min(chunk, N), tokens, de_ND, sum_VD, comp_VD,
-        room=dc_VD.view(-1) if fp32_sum else None,
-    )  # fmt: skip
-    nll_N, lse_N, _, own_N = tokens
-    if need_c:
-        add_target_rows(e_ND, own_N, codes_N, sum_VD, comp_VD)
-        if fp32_sum:
-            dc_VD.copy_(sum_VD)
-    if padded != D:
-        de_ND, dc_VD = (None if matrix is None else matrix[:, :D].contiguous() for matrix in (de_ND, dc_VD))
-    return nll_N, lse_N, de_ND, dc_VD
+    problem = (e_ND, c_VD, bias_V, codes_N, dloss, softcap, z_loss, min(chunk, N), tokens, de_ND, dc_VD)
+    if kept == "registers":
+        streamed(*problem)
+    else:
+        chunked(*problem, kept)
+    nll_N, lse_N, *_ = tokens
+    return nll_N, lse_N, _without_padding(de_ND, D), _without_padding(dc_VD, D)
 
 
-def _memory(
-    elements: int, dtype: torch.dtype, device: torch.device, room: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(`elements` of dtype, what is left of room): in room, the whole of which is then taken, where they fit."""
-    if room is not None and elements * dtype.itemsize <= room.numel() * room.element_size():
-        return room.view(dtype)[:elements], None
-    return torch.empty(elements, dtype=dtype, device=device), room
-
-
-def _chunks(
-    e_ND: torch.Tensor,
-    c_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    codes_N: torch.Tensor,
-    dloss: torch.Tensor,
-    softcap: float | None,
-    z_loss: float,
-    chunk: int,
-    tokens: torch.Tensor,
-    de_ND: torch.Tensor | None,
-    sum_VD: torch.Tensor | None,
-    comp_VD: torch.Tensor | None,
-    room: torch.Tensor | None,
-) -> None:
-    """Fill tokens = (nll, lse, scale, own) [4, N] fp32, de, and sum, with its compensation, but for the targets' entries.
-
-    room: memory that may hold the exponentials of a chunk, or parts of its dE. What else it takes is free again afterwards.
-    """
-    (N, D), V = e_ND.shape, c_VD.shape[0]
-    arch = architecture(e_ND.device, e_ND.dtype)
-    tile = logits_tile(e_ND.dtype, D, arch, "exponentials")
-    f32 = dict(dtype=torch.float32, device=e_ND.device)
-    splits = one_pass_splits(chunk, V, D, arch)
-    parts = torch.empty(splits, chunk, **f32)
-    tile_references = torch.empty(triton.cdiv(V, tile.columns), chunk, **f32)
-    in_kernel = multiplies(D, arch)
-    de_chunk = torch.empty(chunk, D, **f32) if in_kernel or de_ND is not None else None
-    scaled_e = None if sum_VD is None else torch.empty(chunk, D, dtype=e_ND.dtype, device=e_ND.device)
-    block = None if comp_VD is None else torch.empty(min(V, kahan_block(D)), D, **f32)
-    width = padded_width(V, e_ND.element_size())
-    w, room = _memory(chunk * width, e_ND.dtype, e_ND.device, room)
-    w = w.view(chunk, width)[:, :V]
-    de_parts, _ = _memory((splits - 1) * chunk * D if in_kernel else 0, torch.float32, e_ND.device, room)
-    reference_N = target_logit(e_ND, c_VD, bias_V, codes_N, softcap)
-    target_N = reference_N.clone()
-    nll_N, lse_N, scale_N, own_N = tokens
-
-    def steps(n: int) -> Callable[[int], None]:
-        """step(first): the work on tokens first to first + n. What depends on n alone is done once: small models wait for the
-        host."""
-        w_nV = w[:n]
-        s_nD, x_nD = (None if matrix is None else matrix[:n] for matrix in (scaled_e, de_chunk))
-        of_classes, of_tokens = exponentials(
-            e_ND, c_VD, bias_V, codes_N, reference_N, target_N, dloss, softcap, z_loss, w_nV, s_nD, parts,
-            tile_references, (nll_N, lse_N, scale_N, own_N),
-            (de_parts[: (splits - 1) * n * D], x_nD) if in_kernel else None, de_ND,
-        )  # fmt: skip
-        finish = None
-        if de_ND is not None and not in_kernel:
-            finish = hidden_gradient(x_nD, scale_N, own_N, c_VD, codes_N, de_ND)
-
-        def step(first: int) -> None:
-            of_classes(first)
-            of_tokens(first)
-            if finish is not None:
-                product_into(w_nV, c_VD, x_nD, add=False)
-                finish(first)
-            if block is not None:
-                kahan_product(w_nV, s_nD, sum_VD, comp_VD, block, transposed=True, add=first > 0)
-            elif sum_VD is not None:
-                product_into(w_nV, s_nD, sum_VD, transposed=True, add=first > 0)
-
-        return step
-
-    step, rest = steps(chunk), N % chunk
-    for first in range(0, N - rest, chunk):
-        step(first)
-    if rest:
-        steps(rest)(N - rest)
+def _without_padding(gradient: torch.Tensor | None, hidden: int) -> torch.Tensor | None:
+    return gradient if gradient is None or gradient.shape[1] == hidden else gradient[:, :hidden].contiguous()

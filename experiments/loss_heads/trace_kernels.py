@@ -3,8 +3,8 @@
     python experiments/loss_heads/trace_kernels.py --shape A --budgets default 1536
 
 A torch.profiler trace of STEPS steps (forward and backward) after WARM_UP ones. Rows: kernel, calls and milliseconds a step, and
-for the products TFLOP/s: each of our logits kernels computes 2·N·D·V operations a step, or twice that where it multiplies w with c,
-too; the vendor's products together what is left of the 4·N·D·V of dE and dC.
+for the products TFLOP/s: each of our logits kernels computes 2·N·D·V operations a step, or twice that where it makes a gradient
+of them, too; the vendor's products together the 4·N·D·V of dE and dC.
 """
 
 import argparse
@@ -27,9 +27,16 @@ from training.provenance import machine, provenance  # noqa: E402
 from training.results import markdown_table, read_rows, write_rows  # noqa: E402
 
 STEPS, WARM_UP, SEED = 10, 40, 0
-MULTIPLYING = "_exponentials_product_kernel"
-PRODUCTS = {"_log_sum_exp_kernel": 1, "_exponentials_kernel": 1, "_logit_gradient_kernel": 1, MULTIPLYING: 2}
 VENDOR = "products of the vendor's library"
+# What each computes a step, in units of a product N x D x V.
+PRODUCTS = {
+    "_log_sum_exp_kernel": 1,
+    "_exponentials_kernel": 1,
+    "_logit_gradient_kernel": 1,
+    "_hidden_product_kernel": 2,
+    "_vocabulary_gradient_kernel": 2,
+    VENDOR: 2,
+}
 
 
 def kernel_name(name: str) -> str:
@@ -48,7 +55,7 @@ def summary(events: Iterable[tuple[str, float]], steps: int, shape: Shape) -> li
         total[1] += microseconds
     rows = []
     for name, (calls, microseconds) in sorted(totals.items(), key=lambda item: -item[1][1]):
-        flops = shape.product_flops * {VENDOR: 1 if MULTIPLYING in totals else 2, **PRODUCTS}.get(name, 0)
+        flops = shape.product_flops * PRODUCTS.get(name, 0)
         ms = microseconds / 1e3 / steps
         tflops = flops / ms / 1e9 if flops else None
         rows.append({"kernel": name, "calls": calls / steps, "ms": ms, "tflops": tflops})

@@ -11,6 +11,7 @@ from cce_formula import formula, gradients, inputs, relative  # noqa: E402
 
 import cce  # noqa: E402
 from cce import function  # noqa: E402
+from cce.tiles import architecture, streams  # noqa: E402
 
 EXACT = ("cce_exact", "cce_kahan_full_c")
 
@@ -39,6 +40,9 @@ def main() -> None:
         check(300, 1024, 1000, torch.bfloat16, "cce_exact", chunk=chunk)  # wide tiles
         check(300, 72, 1001, torch.bfloat16, "cce_exact", chunk=chunk, softcap=3.0, z_loss=1e-2)
         check(300, 64, 1000, torch.bfloat16, "cce_exact", chunk=chunk, scale=200.0)  # references move
+    for d, scale in ((256, 1.0), (72, 1.0), (64, 200.0)):  # sums in registers, on Hopper
+        if streams(d, architecture(torch.device("cuda"), torch.bfloat16)):
+            check(300, d, 1001, torch.bfloat16, "cce_exact", chunk=(256, "registers"), scale=scale, z_loss=1e-2)
     check(300, 64, 1000, torch.float16, "cce_exact", bias=True, workspace_mib=0.3)
     check(300, 64, 1000, torch.float32, "cce_exact", workspace_mib=0.3, label_smoothing=0.1)
     for impl in ("cce", "cce_kahan", "cce_kahan_full_e"):

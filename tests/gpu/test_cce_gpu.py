@@ -130,7 +130,7 @@ def test_hopper_and_plain_kernels_agree(monkeypatch, n, d, v, softcap, bias):
     targets[:400] = -100
     b = None if b is None else b.detach()
     asking = {name: m for name, m in sys.modules.items() if name.startswith("cce.") and hasattr(m, "architecture")}
-    assert asking.keys() >= {f"cce.kernels.{name}" for name in ("forward", "gradient", "exponentials", "one_pass")}
+    assert asking.keys() >= {f"cce.kernels.{name}" for name in ("forward", "gradient", "exponentials", "chunked")}
     chunk = 18000 if n > 18000 else 512
     results = {}
     for arch in ("hopper", "other"):
@@ -148,6 +148,42 @@ def test_hopper_and_plain_kernels_agree(monkeypatch, n, d, v, softcap, bias):
     for way, ours in results["hopper"].items():
         for a, b in zip(ours, results["other"][way]):
             assert relative(a, b) < 1e-4, (way, relative(a, b))
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+@pytest.mark.parametrize(
+    "n,d,v,chunk,scale,options",
+    [
+        # A negative lse makes the factor of p negative, 1 + 2 z_loss lse.
+        (300, 64, 1001, 128, 1.0, dict(bias=-8.0, z_loss=10.0)),
+        (3000, 72, 5003, 1408, 3.0, dict(softcap=3.0, bias=0.0, z_loss=1e-2)),
+        (3000, 256, 5003, 16384, 1.0, dict(bias=0.0)),
+        (300, 200, 1000, 128, 200.0, {}),  # references move
+        (40000, 256, 1000, 33792, 1.0, {}),  # a program takes several items
+        (100, 128, 20000, 128, 3.0, dict(reduction="sum")),
+    ],
+)
+def test_sums_in_registers(monkeypatch, n, d, v, chunk, scale, options, frozen):
+    """Both gradients against fp64, repeated bit by bit; tiles of ignored tokens, remainders in N, D and V."""
+    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (chunk, "registers"))
+    options = dict(options)
+    shift = options.pop("bias", None)
+    e, c, targets, b = on_gpu(n, d, v, BF16, bias=shift is not None, ignored=0.2, scale=scale)
+    targets[: n // 3] = -100
+    b = None if b is None else b.detach() + shift
+    expected_loss, _ = formula(e, c, targets, b, **options)
+    tensors = [e, c]
+    expected = gradients(expected_loss, tensors)
+    if frozen is not None:
+        tensors[frozen] = tensors[frozen].detach()
+    free = [i for i in range(2) if i != frozen]
+    loss = cce.linear_cross_entropy(*tensors, targets, b, **options)
+    assert abs(loss.item() / expected_loss.item() - 1) < 2e-6
+    ours = torch.autograd.grad(loss, [tensors[i] for i in free])
+    again = torch.autograd.grad(cce.linear_cross_entropy(*tensors, targets, b, **options), [tensors[i] for i in free])
+    for i, own, same in zip(free, ours, again):
+        assert relative(own, expected[i]) < 4e-3 and torch.equal(own, same)
 
 
 def test_ignored_tokens_may_be_anything():

@@ -6,11 +6,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from cce.kernels.epilogues import kept_exponentials, starting_reference, store_reference
-from cce.kernels.hopper.host import LAUNCH, operands, programs, result, walk
+from cce.kernels.hopper.host import LAUNCH, operands, result, walk
 from cce.kernels.hopper.pipeline import (
     ROWS,
     STORED,
     TOKENS,
+    begin_logits,
+    end_logits,
     item_at,
     logits,
     logits_layout,
@@ -18,6 +20,8 @@ from cce.kernels.hopper.pipeline import (
     rows_of,
     shared_memory,
     store_rounded,
+    tokens_are_read,
+    tokens_have_come,
 )
 from cce.kernels.launch import Launch
 from cce.tiles import Tile
@@ -31,22 +35,31 @@ def _exponentials_consumer(
     CLASSES: gl.constexpr = shared[1].type.shape[1]
     of_rows: gl.constexpr = gl.SliceLayout(1, logits_layout(CLASSES))
     of_columns: gl.constexpr = gl.SliceLayout(0, logits_layout(CLASSES))
-    stage, phase = 0, 0
+    stage, phase, e_phase = 0, 0, 0
     for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
         n0, split, first, last, _ = item_at(item, Codes, N, V, splits, CLASSES)
         offs_n, in_n, code = rows_of(n0, Codes, N, half, CLASSES)
         reference = starting_reference(Reference, offs_n, in_n)
         exp_sum = gl.full([ROWS], 0.0, gl.float32, of_rows)
+        e_phase = tokens_have_come(shared, e_phase, True, KEEP)
+        if KEEP:
+            z, stage, phase = logits(shared, stage, phase, half, STEPS, KEEP)
         for tile_v in range(first, last):
             v0 = tile_v * CLASSES
             offs_v = v0 + gl.arange(0, CLASSES, layout=of_columns)
-            z, stage, phase = logits(shared, stage, phase, half, STEPS, KEEP)
+            if KEEP:
+                following, stage, phase = begin_logits(shared, stage, phase, half, STEPS)
+            else:
+                z, stage, phase = logits(shared, stage, phase, half, STEPS, KEEP)
             w, reference, exp_sum, seldom = kept_exponentials(
                 z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V,
                 softcap, CLASSES, HAS_BIAS, HAS_SOFTCAP,
             )  # fmt: skip
+            if KEEP:
+                z = end_logits(shared, following, stage, STEPS)
             store_rounded(W, out_tiles, w, n0 + half * ROWS, v0, half)
             store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
+        tokens_are_read(shared, True, KEEP)
         gl.store(Part + split.to(gl.int64) * N + offs_n, reference + gl.log2(exp_sum), mask=in_n)
     tma.store_wait(0)
 
@@ -68,7 +81,7 @@ def _exponentials_kernel(
                                       softcap, splits, 0, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP)),
             (_exponentials_consumer, (shared, out_tiles, W, Bias, Codes, Reference, Target, Part, TileReference, N, V,
                                       softcap, splits, 1, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP)),
-            (produce, (E, C, shared, Codes, N, V, first_n, 0, splits, STEPS, KEEP, False, False)),
+            (produce, (E, C, shared, Codes, N, V, first_n, 0, splits, STEPS, KEEP, False, KEEP)),
         ],
         [4, 1],
         [232, 40],
@@ -78,11 +91,12 @@ def _exponentials_kernel(
 def exponentials(
     e_ND: torch.Tensor, c_VD: torch.Tensor, w_nV: torch.Tensor, tile: Tile, arguments: tuple, flags: dict
 ) -> Launch:
-    """As exponentials.py's _exponentials_kernel, for w_nV's n tokens; beyond KEPT_HIDDEN."""
+    """As exponentials.py's _exponentials_kernel; for w_nV's n tokens."""
+    grid, constants = walk(w_nV.shape[0], e_ND, arguments[-1])
     return Launch(
         _exponentials_kernel,
-        programs(w_nV.shape[0], e_ND.device, arguments[-1]),
+        grid,
         (*operands(e_ND, c_VD, tile), result(w_nV), *arguments),
-        {**walk(e_ND), **flags},
+        {**constants, **flags},
         **LAUNCH,
     )

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from cce.kernels.epilogues import logit_gradients
-from cce.kernels.hopper.host import LAUNCH, operands, programs, result, walk
+from cce.kernels.hopper.host import LAUNCH, operands, result, walk
 from cce.kernels.hopper.pipeline import (
     ROWS,
     STORED,
@@ -93,10 +93,11 @@ def logit_gradient(
     e_ND: torch.Tensor, c_VD: torch.Tensor, g_Nw: torch.Tensor, tile: Tile, arguments: tuple, flags: dict
 ) -> Launch:
     """As gradient.py's _logit_gradient_kernel, without filter and sums for a bias; arguments: splits last."""
+    grid, constants = walk(e_ND.shape[0], e_ND, arguments[-1])
     return Launch(
         _logit_gradient_kernel,
-        programs(e_ND.shape[0], e_ND.device, arguments[-1]),
+        grid,
         (*operands(e_ND, c_VD, tile), result(g_Nw), *arguments),
-        {**walk(e_ND), **flags},
+        {**constants, **flags},
         **LAUNCH,
     )

@@ -27,13 +27,14 @@ def result(matrix: torch.Tensor) -> TensorDescriptor:
     return descriptor(matrix, ROWS.value, STORED.value)
 
 
-def programs(tokens: int, device: torch.device, splits: int) -> tuple[int]:
-    """Grid: a program a multiprocessor, or fewer."""
-    items = triton.cdiv(tokens, TOKENS.value) * splits
+def programs(rows: int, splits: int, device: torch.device) -> tuple[int]:
+    """Grid for items of 128 rows, split: a program a multiprocessor, or fewer."""
+    items = triton.cdiv(rows, TOKENS.value) * splits
     return (min(items, torch.cuda.get_device_properties(device).multi_processor_count),)
 
 
-def walk(e_ND: torch.Tensor) -> dict:
-    """Constants of the kernels whose tokens' rows come step by step, or are kept."""
+def walk(tokens: int, e_ND: torch.Tensor, splits: int) -> tuple[tuple[int], dict]:
+    """(grid, constants) of the kernels whose operands come in steps."""
     D = e_ND.shape[1]
-    return dict(STEPS=triton.cdiv(D, DEPTH.value), KEEP=D <= KEPT_HIDDEN)
+    constants = dict(STEPS=triton.cdiv(D, DEPTH.value), KEEP=D <= KEPT_HIDDEN)
+    return programs(tokens, splits, e_ND.device), constants

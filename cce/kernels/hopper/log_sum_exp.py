@@ -5,7 +5,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from cce.kernels.epilogues import LOWEST, add_exponentials
-from cce.kernels.hopper.host import LAUNCH, operands, programs, walk
+from cce.kernels.hopper.host import LAUNCH, operands, walk
 from cce.kernels.hopper.pipeline import (
     ROWS,
     TOKENS,
@@ -78,5 +78,5 @@ def _log_sum_exp_kernel(
 
 def log_sum_exp(e_ND: torch.Tensor, c_VD: torch.Tensor, tile: Tile, arguments: tuple, flags: dict) -> None:
     """As forward.py's _log_sum_exp_kernel; arguments and flags are its own behind the operands, splits last."""
-    grid = programs(e_ND.shape[0], e_ND.device, arguments[-1])
-    _log_sum_exp_kernel[grid](*operands(e_ND, c_VD, tile), *arguments, **walk(e_ND), **flags, **LAUNCH)
+    grid, constants = walk(e_ND.shape[0], e_ND, arguments[-1])
+    _log_sum_exp_kernel[grid](*operands(e_ND, c_VD, tile), *arguments, **constants, **flags, **LAUNCH)

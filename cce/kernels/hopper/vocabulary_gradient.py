@@ -4,7 +4,6 @@ Classes stay, tiles of tokens stream by (streaming.py): z = c e^T, g of z in the
 """
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -113,7 +112,7 @@ def vocabulary_gradient(
 ) -> None:
     """Fill dc_VD, of any dtype, for a loss of which _tokens_kernel made lse, shift and own, each [N] fp32."""
     (N, D), V = e_ND.shape, c_VD.shape[0]
-    _vocabulary_gradient_kernel[programs(V, e_ND.device, 1)](
+    _vocabulary_gradient_kernel[programs(V, 1, e_ND.device)](
         *operands(c_VD, e_ND), dc_VD, bias_V, codes_N, lse_N, shift_N, own_N, N, V, dc_VD.stride(0), softcap or 1.0,
         z_loss, D=D, HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None, HAS_Z_LOSS=z_loss != 0, **LAUNCH,
     )  # fmt: skip
