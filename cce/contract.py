@@ -67,8 +67,8 @@ def linear_cross_entropy(
             vocab_parallel_options.
         workspace_mib: MiB that the kernels may take beyond inputs and gradients; cce/plans.py: what they do with it. The least
             possible is taken where that is more (a sum of dE and 128 classes x N tokens), and by default about that and 64 MiB.
-            With enough for it, and for a mean or sum of bf16 losses, gradients are made in the forward pass, with 3 products
-            instead of 4. The torch_compile preset and CPU tensors do not read it.
+            For a mean or sum of bf16 losses gradients are made in the forward pass: given enough, with 3 products instead of 4;
+            for D <= 256 on Hopper with 4, and next to no workspace. The torch_compile preset and CPU tensors do not read it.
 
     Returns:
         The loss in fp32 (fp64 for fp64 inputs): a scalar, or (...) for reduction="none"; with return_lse also the lse.

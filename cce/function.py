@@ -38,14 +38,14 @@ def chunk_of_tokens(
     of_bias = bias_V is not None and bias_V.requires_grad
     if not wanted or of_bias or dtype != torch.bfloat16 or not runs_kernels(e_ND) or e_ND.shape[0] == 0:
         return None
-    # A plain sum of dC over chunks would lose what one product by slices keeps.
+    # A plain sum of dC over chunks would lose what one product by slices keeps, and what registers sum is not plain.
     if mode.filter_eps is not None or mode.accumulation == "plain":
         return None
     return _chosen(
         *(operator.index(size) for size in (*e_ND.shape, c_VD.shape[0])),
         mode.accumulation,
         workspace_mib,
-        c_VD.requires_grad,
+        (e_ND.requires_grad, c_VD.requires_grad),
         architecture(e_ND.device, dtype),
     )
 

@@ -121,12 +121,12 @@ def _(
     )
 
 
-def one_pass(e, c, bias, codes, dloss, softcap, z_loss, chunk, accumulation, need_e, need_c, e_dtype, c_dtype):
+def one_pass(e, c, bias, codes, dloss, softcap, z_loss, chunk, kept, need_e, need_c, e_dtype, c_dtype):
     from cce import kernels
 
     with torch.autocast(e.device.type, enabled=False), torch.cuda.device_of(e):
         nll, lse, de, dc = kernels.one_pass(
-            e, c, bias, codes, dloss, softcap, z_loss, chunk, accumulation, (need_e, need_c), (e_dtype, c_dtype)
+            e, c, bias, codes, dloss, softcap, z_loss, chunk, kept, (need_e, need_c), (e_dtype, c_dtype)
         )
     # An operator's results share no memory.
     de = e.new_empty(0, dtype=e_dtype) if de is None else de
@@ -140,13 +140,13 @@ one_pass_op = torch.library.custom_op(
     mutates_args=(),
     schema=(
         "(Tensor e, Tensor c, Tensor? bias, Tensor codes, Tensor dloss, float? softcap, float z_loss, int chunk, "
-        "str accumulation, bool need_e, bool need_c, ScalarType e_dtype, ScalarType c_dtype) -> (Tensor, Tensor, Tensor, Tensor)"
+        "str kept, bool need_e, bool need_c, ScalarType e_dtype, ScalarType c_dtype) -> (Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 
 
 @one_pass_op.register_fake
-def _(e, c, bias, codes, dloss, softcap, z_loss, chunk, accumulation, need_e, need_c, e_dtype, c_dtype):
+def _(e, c, bias, codes, dloss, softcap, z_loss, chunk, kept, need_e, need_c, e_dtype, c_dtype):
     nll = e.new_empty(e.shape[0], dtype=torch.float32)
     de = e.new_empty(e.shape if need_e else 0, dtype=e_dtype)
     return nll, torch.empty_like(nll), de, e.new_empty(c.shape if need_c else 0, dtype=c_dtype)

@@ -32,7 +32,7 @@ from cce.tiles import (
     vocabulary_splits,
 )
 
-# Rates that the two ways are compared at, an H200's: products in FLOP/s, memory in bytes/s. On another GPU the choice is a guess.
+# Rates that the ways are compared at, an H200's: products in FLOP/s, memory in bytes/s. On another GPU the choice is a guess.
 PRODUCT_RATE = 650e12
 MEMORY_RATE = 4e12
 LOGITS_RATE = 0.75e12  # logits/s that an epilogue makes numbers of: what bounds kernels where D is small
@@ -134,10 +134,15 @@ def _logits_seconds(tokens: int, hidden: int, vocabulary: int) -> float:
     return tokens * vocabulary * max(2 * hidden / PRODUCT_RATE, 1 / LOGITS_RATE)
 
 
+def _product_seconds(tokens: int, hidden: int, vocabulary: int) -> float:
+    """Of a gradient from numbers in memory, two bytes a logit."""
+    return tokens * vocabulary * max(2 * hidden / PRODUCT_RATE, 2 / MEMORY_RATE)
+
+
 def _in_registers(
     tokens: int, hidden: int, vocabulary: int, workspace: float, need_c: bool
 ) -> tuple[float, int, Sum] | None:
-    """(seconds, tokens of a chunk, "registers")."""
+    """(seconds of the kernels for dE and for dC, tokens of a chunk, "registers")."""
     tile = HOPPER_STREAMING_TILE
     of_tile = MULTIPROCESSORS * tile.rows * tile.columns * max(4 * hidden / PRODUCT_RATE, 1 / LOGITS_RATE)
 
@@ -152,10 +157,10 @@ def _in_registers(
     fitting = [(seconds(chunk), chunk) for chunk in chunks if taken(chunk) <= workspace * MIB]
     if not fitting:
         return None
-    as_fast = [chunk for time, chunk in fitting if time <= 1.02 * min(fitting)[0]]
-    chunk = min(as_fast, key=taken)
+    fastest, _ = min(fitting)
+    chunk = min((chunk for time, chunk in fitting if time <= 1.02 * fastest), key=taken)
     rounds = math.ceil(math.ceil(vocabulary / tile.rows) / MULTIPROCESSORS)
-    of_c = rounds * (math.ceil(tokens / tile.columns) + tile.start) * of_tile
+    of_c = rounds * (math.ceil(tokens / tile.columns) + tile.start) * of_tile if need_c else 0.0
     return seconds(chunk) + of_c, chunk, "registers"
 
 
@@ -165,10 +170,11 @@ def _by_chunks(
     vocabulary: int,
     accumulation: Accumulation,
     workspace: float,
-    need_c: bool,
+    needs: tuple[bool, bool],
     arch: Architecture,
 ) -> tuple[float, int, Sum] | None:
     """(seconds, tokens of a chunk, how dC's sum is kept)."""
+    need_e, need_c = needs
     step = logits_tile(torch.bfloat16, hidden, arch, stored=True).rows
     token_tiles = math.ceil(tokens / step)
 
@@ -186,7 +192,7 @@ def _by_chunks(
                 high = middle - 1
         return low
 
-    product = 2 * tokens * hidden * vocabulary / PRODUCT_RATE
+    product = _product_seconds(tokens, hidden, vocabulary)
     logits = _logits_seconds(tokens, hidden, vocabulary)
 
     def seconds(rows: int) -> float:
@@ -194,8 +200,9 @@ def _by_chunks(
         tiles = rows * math.ceil(hidden / 256)
         busy = tiles * max(1, MULTIPROCESSORS // tiles)  # few tiles are split along the vocabulary
         idle = math.ceil(busy / MULTIPROCESSORS) * MULTIPROCESSORS / busy
-        of_chunk = vocabulary * hidden * TRAFFIC[accumulation] / MEMORY_RATE + CHUNK_SECONDS
-        return logits + product * (1 + idle) + math.ceil(token_tiles / rows) * of_chunk
+        of_sum = vocabulary * hidden * TRAFFIC[accumulation] / MEMORY_RATE
+        of_chunks = math.ceil(token_tiles / rows) * (need_c * of_sum + CHUNK_SECONDS)
+        return logits + product * (need_c + need_e * idle) + of_chunks
 
     for kept in ("fp32", "kahan") if accumulation == "kahan" else (accumulation,):
         most = most_tiles(kept)
@@ -217,25 +224,31 @@ def one_pass_chunk(
     vocabulary: int,
     accumulation: Accumulation,
     workspace_mib: float | None,
-    need_c: bool,
+    needs: tuple[bool, bool],
     arch: Architecture,
 ) -> tuple[int, Sum] | None:
-    """(tokens of a chunk, how dC's sum is kept) if one pass fits the workspace and is expected to be faster than slices."""
-    workspace = default_workspace_mib(tokens, hidden, accumulation) if workspace_mib is None else workspace_mib
-    ways = [_by_chunks(tokens, hidden, vocabulary, accumulation, workspace, need_c, arch)]
-    if streams(hidden, arch):
-        ways.append(_in_registers(tokens, hidden, vocabulary, workspace, need_c))
-    ways = [way for way in ways if way is not None]
-    if not ways:
-        return None
-    fastest, *_ = min(ways)
-    seconds, chunk, kept = [way for way in ways if way[0] <= 1.05 * fastest][-1]  # registers need next to no workspace
+    """(tokens of a chunk, how dC's sum is kept) if one pass fits the workspace and is expected to be faster than slices.
 
-    product = 2 * tokens * hidden * vocabulary / PRODUCT_RATE
+    needs: which of dE, dC. Sums in registers are for both, or dE: they come from a kernel that makes dE.
+    """
+    need_e, need_c = needs
+    workspace = default_workspace_mib(tokens, hidden, accumulation) if workspace_mib is None else workspace_mib
+    ways = [_by_chunks(tokens, hidden, vocabulary, accumulation, workspace, needs, arch)]
+    if streams(hidden, arch) and need_e:
+        ways.append(_in_registers(tokens, hidden, vocabulary, workspace, need_c))
+
     of_e, granule = summed_in(tokens, hidden, accumulation, workspace), FILTER_TILE[1]
     free = int((workspace - mib_of_sum(tokens, hidden, of_e)) * MIB)
     buffer_classes = max(1, free // (2 * tokens * granule)) * granule
     walk = len(list(slices(tokens, hidden, vocabulary, granule, buffer_classes, 2, 2 if need_c else None)))
-    of_slice = tokens * hidden * TRAFFIC[of_e] / MEMORY_RATE + CHUNK_SECONDS
-    by_slices = 2 * (_logits_seconds(tokens, hidden, vocabulary) + product) + walk * of_slice
-    return (chunk, kept) if seconds < by_slices else None
+    of_slices = walk * (need_e * tokens * hidden * TRAFFIC[of_e] / MEMORY_RATE + CHUNK_SECONDS)
+    product = _product_seconds(tokens, hidden, vocabulary)
+    by_slices = 2 * _logits_seconds(tokens, hidden, vocabulary) + product * (need_e + need_c) + of_slices
+
+    faster = [way for way in ways if way is not None and way[0] < by_slices]
+    if not faster:
+        return None
+    fastest, *_ = min(faster)
+    # Registers need next to no workspace: they may take a little longer.
+    _, chunk, kept = [way for way in faster if way[0] <= 1.05 * fastest][-1]
+    return chunk, kept

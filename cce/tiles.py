@@ -50,7 +50,7 @@ class Tile:
 
 HOPPER_TILE = Tile(128, 256, 64)
 HOPPER_NARROW_TILE = Tile(128, 128, 64, start=1.25)
-HOPPER_STREAMING_TILE = Tile(128, 64, 64, start=4.0)
+HOPPER_STREAMING_TILE = Tile(128, 64, 64, start=4.0)  # of an item: its rows, a product of nothing, and the sums to store
 
 DESCRIPTOR_BYTES = 16  # a descriptor's base and rows lie at multiples of this
 
@@ -122,6 +122,7 @@ def streams(hidden: int, arch: Architecture) -> bool:
     return arch == "hopper" and hidden <= KEPT_HIDDEN
 
 
+@functools.cache
 def streaming_splits(rows: int, columns: int) -> tuple[int, float]:
     """(parts of the columns, so that all programs end at the same time; tiles, of the program that has most to do)."""
     tile = HOPPER_STREAMING_TILE

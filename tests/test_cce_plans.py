@@ -33,7 +33,7 @@ def test_slices_cover_the_vocabulary_and_fit(n, d, v):
 def test_one_pass_is_chosen_only_where_it_fits(n, d, v, arch):
     chosen = {}
     for accumulation, mib in itertools.product(("fp32", "kahan", "plain"), (16, 128, 1024, 4096, 2**20)):
-        choice = plans.one_pass_chunk(n, d, v, accumulation, mib, True, arch)
+        choice = plans.one_pass_chunk(n, d, v, accumulation, mib, (True, True), arch)
         chosen[accumulation, mib] = choice
         if choice is not None:
             chunk, kept = choice

@@ -76,7 +76,8 @@ PARTS_AT_ONCE = tl.constexpr(4)  # of dE: what a warp has in flight
 # For N tokens from the first_n-th on; Part, TileReference, W, ScaledE and X begin with these.
 # Tiles whose reference stayed behind the token's largest are brought to it: as a rule there are none.
 # STREAMED: w was not kept, and a tile of TileReference is a split. If NEED_DE, X has the splits' w C, and DE = round(scale (w C) +
-# own c_target). Scale is then log2 |scale / 2^reference| with its sign turned: what a gradient needs that is made of logits again.
+# own c_target). For gradients of logits that are made again Scale is then lse log2e - log2 |1 + 2 z_loss lse|, infinite for ignored
+# tokens, and Own is stored without dloss: rounding to bf16 then costs a target's entry next to nothing where p is small.
 @triton.jit
 def _tokens_kernel(
     Part, TileReference, Target, Codes, Dloss, Nll, Lse, Scale, Own, W, E, ScaledE, X, C, DE,
@@ -119,21 +120,23 @@ def _tokens_kernel(
     p = tl.where(gap > 0, x, 1.0) / (1 + x)
     minus_rest = -tl.where(gap > 0, 1.0, x) / (1 + x)
     dloss = tl.load(Dloss)
-    dlse = 2 * z_loss * lse * dloss
-    own = minus_rest * dloss + p * dlse
+    of_lse = 2 * z_loss * lse  # dlse / dloss
+    own = minus_rest + p * of_lse
     if HAS_SOFTCAP:
         t = target / softcap
         own *= 1 - t * t
     own = tl.where(active, own, 0.0)
-    scale = tl.where(active, (dloss + dlse) * tl.exp2(reference - lse * LOG2E), 0.0)
+    scale = tl.where(active, dloss * (1 + of_lse) * tl.exp2(reference - lse * LOG2E), 0.0)
     tl.store(Nll + offs_n, tl.where(active, nll, 0.0), mask=inside)
     tl.store(Lse + offs_n, tl.where(active, lse, 0.0), mask=inside)
-    tl.store(Own + offs_n, own, mask=inside)
     if STREAMED:
-        shift = lse * LOG2E - tl.log2(tl.abs(dloss + dlse))
+        shift = lse * LOG2E - tl.log2(tl.abs(1 + of_lse))
         tl.store(Scale + offs_n, tl.where(active, shift, float("inf")), mask=inside)
-    else:
+        tl.store(Own + offs_n, own, mask=inside)
+    own = tl.where(active, own * dloss, 0.0)
+    if not STREAMED:
         tl.store(Scale + offs_n, scale, mask=inside)
+        tl.store(Own + offs_n, own, mask=inside)
     rows = offs_n.to(tl.int64)[:, None]
     if NEED_SCALED:
         for d in range(0, D, BLOCK_D):
@@ -253,8 +256,8 @@ def streamed_tokens(
     """launch(first): as the second kernel of `exponentials`, behind a kernel that kept no exponentials but their product with c,
     x_snD [splits, n, D] fp32 contiguous, in units of 2^-references [splits, n].
 
-    It fills the chunk's part of tokens = (nll, lse, shift, own), each [N] fp32, and of de_ND. shift = lse log2e - log2 |dloss + dlse|,
-    infinite for ignored tokens.
+    It fills the chunk's part of tokens = (nll, lse, shift, own), each [N] fp32, and of de_ND. shift = lse log2e - log2 |1 + 2 z_loss
+    lse|, infinite for ignored tokens; own is without dloss.
     """
     splits, n, D = x_snD.shape
     block, need_de = 2, de_ND is not None

@@ -2,13 +2,13 @@
 
   1. for each chunk of tokens one kernel makes w = exp(z - reference) of the logits, and w C, tile by tile, with the sums of w
      (cce/kernels/hopper/hidden_product.py); a small one makes of them loss, lse and dE = scale (w C) + own c_target;
-  2. one kernel makes the logits again, classes first, and with lse g = p - onehot of them, and dC = g^T e
+  2. one kernel makes the logits again, classes first, and with lse g = p - onehot of them, and dC = dloss g^T e
      (cce/kernels/hopper/vocabulary_gradient.py).
-Four products in all, as by slices, but nothing is read or written beside the inputs, the gradients and a few numbers a token:
-what chunks are for is dE in fp32, which finds room in dC's own memory until 2.
+Four products in all, as by slices, but no logit is written. What chunks are for is w C in fp32, in parts of the vocabulary where
+tokens are few, which finds room in dC's own memory until 2.
 
 w and g are rounded to bf16 as operands, sums are fp32, each gradient is rounded once. The target's entry of g is p - 1 =
--x / (1 + x), x = exp(rest - target): nothing is subtracted after rounding.
+-x / (1 + x), x = exp(rest - target): nothing is subtracted after rounding. In dE it stays in fp32.
 """
 
 from collections.abc import Callable
@@ -69,4 +69,4 @@ def streamed(
         steps(rest)(N - rest)
     if dc_VD is not None:
         _, lse_N, shift_N, own_N = tokens
-        hopper.vocabulary_gradient(e_ND, c_VD, bias_V, codes_N, lse_N, shift_N, own_N, softcap, z_loss, dc_VD)
+        hopper.vocabulary_gradient(e_ND, c_VD, bias_V, codes_N, dloss, lse_N, shift_N, own_N, softcap, z_loss, dc_VD)

@@ -161,7 +161,8 @@ def test_hopper_and_plain_kernels_agree(monkeypatch, n, d, v, softcap, bias):
         (3000, 256, 5003, 16384, 1.0, dict(bias=0.0)),
         (300, 200, 1000, 128, 200.0, {}),  # references move
         (40000, 256, 1000, 33792, 1.0, {}),  # a program takes several items
-        (100, 128, 20000, 128, 3.0, dict(reduction="sum")),
+        (100, 136, 20000, 128, 3.0, dict(reduction="sum")),
+        (1, 20, 50, 128, 1.0, {}),
     ],
 )
 def test_sums_in_registers(monkeypatch, n, d, v, chunk, scale, options, frozen):
@@ -171,6 +172,7 @@ def test_sums_in_registers(monkeypatch, n, d, v, chunk, scale, options, frozen):
     shift = options.pop("bias", None)
     e, c, targets, b = on_gpu(n, d, v, BF16, bias=shift is not None, ignored=0.2, scale=scale)
     targets[: n // 3] = -100
+    targets[-1] = v - 1
     b = None if b is None else b.detach() + shift
     expected_loss, _ = formula(e, c, targets, b, **options)
     tensors = [e, c]
@@ -184,6 +186,25 @@ def test_sums_in_registers(monkeypatch, n, d, v, chunk, scale, options, frozen):
     again = torch.autograd.grad(cce.linear_cross_entropy(*tensors, targets, b, **options), [tensors[i] for i in free])
     for i, own, same in zip(free, ours, again):
         assert relative(own, expected[i]) < 4e-3 and torch.equal(own, same)
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+def test_sums_in_registers_of_odd_problems(monkeypatch):
+    """fp32 parameters under autocast; no target left; a target out of range touches its own dE and all of dC."""
+    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (128, "registers"))
+    e, c, targets, _ = on_gpu(300, 63, 1001, torch.float32)
+    expected = gradients(formula(e.bfloat16(), c.bfloat16(), targets)[0], [e, c])
+    with torch.autocast("cuda", BF16):
+        loss = cce.linear_cross_entropy(e, c, targets)
+    for own, reference in zip(torch.autograd.grad(loss, [e, c]), expected):
+        assert own.dtype == torch.float32 and relative(own, reference) < 4e-3
+    e, c = (matrix.detach().to(BF16).requires_grad_() for matrix in (e, c))
+    loss = cce.linear_cross_entropy(e, c, torch.full_like(targets, -100))
+    assert math.isnan(loss.item()) and all((g == 0).all() for g in torch.autograd.grad(loss, [e, c]))
+    targets[17] = 1001
+    loss = cce.linear_cross_entropy(e, c, targets)
+    de, dc = torch.autograd.grad(loss, [e, c])
+    assert loss.isnan() and de.isnan().any(1).nonzero().flatten().tolist() == [17] and dc.isnan().all()
 
 
 def test_ignored_tokens_may_be_anything():

@@ -58,16 +58,23 @@ def shared_memory(E, C, STEPS: gl.constexpr, KEEP: gl.constexpr):
     STAGES: gl.constexpr = 1024 // C.block_type.shape[0]  # as many as 128 KiB of c hold
     e_tiles = gl.allocate_shared_memory(E.dtype, [2 * (STEPS if KEEP else STAGES), ROWS, DEPTH], E.layout)
     c_tiles = gl.allocate_shared_memory(C.dtype, [STAGES] + C.block_type.shape, C.layout)
+    full, empty, e_full, e_empty = barriers(STAGES)
+    return e_tiles, c_tiles, full, empty, e_full, e_empty
+
+
+@gluon.jit
+def barriers(STAGES: gl.constexpr):
+    """(full, empty) of each stage and of what stays for an item."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    e_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    e_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    item_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    item_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    mbarrier.init(e_full, count=1)
-    mbarrier.init(e_empty, count=2)
-    return e_tiles, c_tiles, full, empty, e_full, e_empty
+    mbarrier.init(item_full, count=1)
+    mbarrier.init(item_empty, count=2)
+    return full, empty, item_full, item_empty
 
 
 @gluon.jit

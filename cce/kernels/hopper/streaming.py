@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from cce.kernels.hopper.host import descriptor
-from cce.kernels.hopper.pipeline import ROWS, TOKENS, after, logits_layout, part_at
+from cce.kernels.hopper.pipeline import ROWS, TOKENS, after, barriers, logits_layout, part_at
 from cce.tiles import HOPPER_STREAMING_TILE
 
 COLUMNS = gl.constexpr(HOPPER_STREAMING_TILE.columns)
@@ -30,15 +30,7 @@ def shared_memory(Rows, Columns):
     """Buffers and barriers: (rows, columns, full, empty, rows' full, rows' empty)."""
     rows = gl.allocate_shared_memory(Rows.dtype, [2] + Rows.block_type.shape, Rows.layout)
     columns = gl.allocate_shared_memory(Columns.dtype, [STAGES] + Columns.block_type.shape, Columns.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    rows_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    rows_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=2)
-    mbarrier.init(rows_full, count=1)
-    mbarrier.init(rows_empty, count=2)
+    full, empty, rows_full, rows_empty = barriers(STAGES)
     return rows, columns, full, empty, rows_full, rows_empty
 
 

@@ -26,7 +26,7 @@ from cce.kernels.hopper.streaming import (
 
 @gluon.jit
 def _gradient_consumer(
-    shared, DC, Bias, Codes, Lse, Shift, Own, N, V, stride_dc, softcap, z_loss,
+    shared, DC, Bias, Codes, Dloss, Lse, Shift, Own, N, V, stride_dc, softcap, z_loss,
     half: gl.constexpr, D: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_Z_LOSS: gl.constexpr,
 ):  # fmt: skip
     KD: gl.constexpr = shared[1].type.shape[2]
@@ -70,26 +70,27 @@ def _gradient_consumer(
             operand = gl.convert_layout(g.to(dtype), operand_layout(KD))
             stage, phase = after(stage, phase, STAGES)
         x = end_item(shared, stage, operand, x, first, last)
+        x = gl.where(x == 0, 0.0, x * gl.load(Dloss))
         rows = v0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_x))
         columns = gl.arange(0, KD, layout=gl.SliceLayout(0, of_x))
         out = DC + rows.to(gl.int64)[:, None] * stride_dc + columns[None, :]
         gl.store(out, x.to(DC.dtype.element_ty), mask=(rows < V)[:, None] & (columns < D)[None, :])
 
 
-# dC = g^T e, g = 2^(z log2e - shift), with the softcap's slope, and `own` for each token's target: rounded to e's dtype as an
-# operand, summed over all tokens in fp32. shift = lse log2e - log2 |dloss + dlse| (cce/kernels/exponentials.py: _tokens_kernel),
-# whose sign is that of 1 + 2 z_loss lse.
+# dC = dloss g^T e, g = 2^(z log2e - shift), with the softcap's slope and the sign of 1 + 2 z_loss lse, and `own` for each token's
+# target (shift, own: cce/kernels/exponentials.py: _tokens_kernel). g is rounded to e's dtype as an operand, and summed over all
+# tokens in fp32. Without any token that is not ignored, dloss is not finite.
 @gluon.jit
 def _vocabulary_gradient_kernel(
-    C, E, DC, Bias, Codes, Lse, Shift, Own, N, V, stride_dc, softcap, z_loss,
+    C, E, DC, Bias, Codes, Dloss, Lse, Shift, Own, N, V, stride_dc, softcap, z_loss,
     D: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_Z_LOSS: gl.constexpr,
 ):  # fmt: skip
     shared = shared_memory(C, E)
     gl.warp_specialize(
         [
-            (_gradient_consumer, (shared, DC, Bias, Codes, Lse, Shift, Own, N, V, stride_dc, softcap, z_loss, 0, D,
+            (_gradient_consumer, (shared, DC, Bias, Codes, Dloss, Lse, Shift, Own, N, V, stride_dc, softcap, z_loss, 0, D,
                                   HAS_BIAS, HAS_SOFTCAP, HAS_Z_LOSS)),
-            (_gradient_consumer, (shared, DC, Bias, Codes, Lse, Shift, Own, N, V, stride_dc, softcap, z_loss, 1, D,
+            (_gradient_consumer, (shared, DC, Bias, Codes, Dloss, Lse, Shift, Own, N, V, stride_dc, softcap, z_loss, 1, D,
                                   HAS_BIAS, HAS_SOFTCAP, HAS_Z_LOSS)),
             (stream, (C, E, shared, V, N, 0, 1)),
         ],
@@ -103,6 +104,7 @@ def vocabulary_gradient(
     c_VD: torch.Tensor,
     bias_V: torch.Tensor | None,
     codes_N: torch.Tensor,
+    dloss: torch.Tensor,
     lse_N: torch.Tensor,
     shift_N: torch.Tensor,
     own_N: torch.Tensor,
@@ -110,9 +112,9 @@ def vocabulary_gradient(
     z_loss: float,
     dc_VD: torch.Tensor,
 ) -> None:
-    """Fill dc_VD, of any dtype, for a loss of which _tokens_kernel made lse, shift and own, each [N] fp32."""
+    """Fill dc_VD, of any dtype. dloss: fp32 scalar; lse, shift, own: each [N] fp32, of cce/kernels/exponentials.py: streamed_tokens."""
     (N, D), V = e_ND.shape, c_VD.shape[0]
     _vocabulary_gradient_kernel[programs(V, 1, e_ND.device)](
-        *operands(c_VD, e_ND), dc_VD, bias_V, codes_N, lse_N, shift_N, own_N, N, V, dc_VD.stride(0), softcap or 1.0,
-        z_loss, D=D, HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None, HAS_Z_LOSS=z_loss != 0, **LAUNCH,
+        *operands(c_VD, e_ND), dc_VD, bias_V, codes_N, dloss, lse_N, shift_N, own_N, N, V, dc_VD.stride(0),
+        softcap or 1.0, z_loss, D=D, HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None, HAS_Z_LOSS=z_loss != 0, **LAUNCH,
     )  # fmt: skip
