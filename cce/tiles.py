@@ -50,7 +50,8 @@ class Tile:
 
 HOPPER_TILE = Tile(128, 256, 64)
 HOPPER_NARROW_TILE = Tile(128, 128, 64, start=1.25)
-HOPPER_STREAMING_TILE = Tile(128, 64, 64, start=4.0)  # of an item: its rows, a product of nothing, and the sums to store
+# An item's start is its rows of e or c, a product of nothing, and the sums to store.
+HOPPER_STREAMING_TILE = Tile(128, 64, 64, start=4.0)
 
 DESCRIPTOR_BYTES = 16  # a descriptor's base and rows lie at multiples of this
 
