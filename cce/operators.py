@@ -5,21 +5,19 @@ Each is a plain function and an operator over it. Eager mode calls the function:
 models spend their steps.
 """
 
-import os
-
 import torch
 
 from cce import blockwise
 from cce.presets import GradientMode
 from cce.targets import check_range, encode_targets
-from cce.tiles import architecture, filter_tile
+from cce.tiles import architecture, filter_tile, interpreting
 
 
 def runs_kernels(tensor: torch.Tensor) -> bool:
     """CUDA tensors take the Triton kernels; CPU tensors only under TRITON_INTERPRET=1. float64 has no kernels."""
     if tensor.dtype == torch.float64:
         return False
-    return tensor.device.type == "cuda" or (tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    return tensor.device.type == "cuda" or (tensor.device.type == "cpu" and interpreting())
 
 
 def tile_maxima_like(e: torch.Tensor, c: torch.Tensor, needed: bool) -> torch.Tensor:

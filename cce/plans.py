@@ -36,7 +36,8 @@ from cce.tiles import (
 PRODUCT_RATE = 650e12
 MEMORY_RATE = 4e12
 LOGITS_RATE = 0.75e12  # logits/s that an epilogue makes numbers of: what bounds kernels where D is small
-CHUNK_SECONDS = 25e-6  # beside the products: launches, small kernels
+CHUNK_SECONDS = 25e-6  # of a chunk or slice beside its products: launches, small kernels
+BLOCK_SECONDS = 6e-6  # of a block of a Kahan sum beside its traffic, each time: small products
 
 # Bytes per element of dE or dC: what an accumulation takes beside a gradient in bf16, and what it reads and writes each time.
 ACCUMULATION_BYTES: dict[Accumulation, int] = {"fp32": 4, "kahan": 2, "plain": 0}
@@ -130,6 +131,12 @@ def in_registers_bytes(tokens: int, chunk: int, hidden: int, vocabulary: int, ne
     return (of_e if of_e > room else 0) + 8 * splits * chunk + 32 * tokens
 
 
+def _sum_seconds(rows: int, hidden: int, accumulation: Accumulation) -> float:
+    """Adding to a sum [rows, hidden] once."""
+    blocks = math.ceil(4 * rows * hidden / KAHAN_BLOCK_BYTES) if accumulation == "kahan" else 0
+    return rows * hidden * TRAFFIC[accumulation] / MEMORY_RATE + blocks * BLOCK_SECONDS
+
+
 def _logits_seconds(tokens: int, hidden: int, vocabulary: int) -> float:
     return tokens * vocabulary * max(2 * hidden / PRODUCT_RATE, 1 / LOGITS_RATE)
 
@@ -195,14 +202,13 @@ def _by_chunks(
     product = _product_seconds(tokens, hidden, vocabulary)
     logits = _logits_seconds(tokens, hidden, vocabulary)
 
-    def seconds(rows: int) -> float:
+    def seconds(rows: int, kept: Accumulation) -> float:
         """How dE's product fills the GPU depends on the chunk, and reading and writing dC's sum."""
         tiles = rows * math.ceil(hidden / 256)
         busy = tiles * max(1, MULTIPROCESSORS // tiles)  # few tiles are split along the vocabulary
         idle = math.ceil(busy / MULTIPROCESSORS) * MULTIPROCESSORS / busy
-        of_sum = vocabulary * hidden * TRAFFIC[accumulation] / MEMORY_RATE
-        of_chunks = math.ceil(token_tiles / rows) * (need_c * of_sum + CHUNK_SECONDS)
-        return logits + product * (need_c + need_e * idle) + of_chunks
+        of_chunk = need_c * _sum_seconds(vocabulary, hidden, kept) + CHUNK_SECONDS
+        return logits + product * (need_c + need_e * idle) + math.ceil(token_tiles / rows) * of_chunk
 
     for kept in ("fp32", "kahan") if accumulation == "kahan" else (accumulation,):
         most = most_tiles(kept)
@@ -212,9 +218,9 @@ def _by_chunks(
         return None
     rows = most
     for fewer in range(most - 1, max(0, most - MULTIPROCESSORS), -1):
-        if seconds(fewer) < seconds(rows) and fits(fewer, kept):
+        if seconds(fewer, kept) < seconds(rows, kept) and fits(fewer, kept):
             rows = fewer
-    return seconds(rows), rows * step, kept
+    return seconds(rows, kept), rows * step, kept
 
 
 @functools.lru_cache(maxsize=256)
@@ -241,7 +247,7 @@ def one_pass_chunk(
     free = int((workspace - mib_of_sum(tokens, hidden, of_e)) * MIB)
     buffer_classes = max(1, free // (2 * tokens * granule)) * granule
     walk = len(list(slices(tokens, hidden, vocabulary, granule, buffer_classes, 2, 2 if need_c else None)))
-    of_slices = walk * (need_e * tokens * hidden * TRAFFIC[of_e] / MEMORY_RATE + CHUNK_SECONDS)
+    of_slices = walk * (need_e * _sum_seconds(tokens, hidden, of_e) + CHUNK_SECONDS)
     product = _product_seconds(tokens, hidden, vocabulary)
     by_slices = 2 * _logits_seconds(tokens, hidden, vocabulary) + product * (need_e + need_c) + of_slices
 

@@ -19,9 +19,14 @@ Architecture = Literal["hopper", "other", "interpreter"]
 GLUON_VERSIONS = ("3.6.", "3.7.")
 
 
+def interpreting() -> bool:
+    """Whether Triton runs kernels on the CPU: TRITON_INTERPRET, read as Triton does."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
 @torch.compiler.assume_constant_result
 def architecture(device: torch.device, dtype: torch.dtype) -> Architecture:
-    if device.type == "cpu" or os.environ.get("TRITON_INTERPRET") == "1":
+    if device.type == "cpu" or interpreting():
         return "interpreter"
     if device.type != "cuda" or torch.version.cuda is None or dtype not in (torch.bfloat16, torch.float16):
         return "other"

@@ -5,8 +5,7 @@ import triton
 import triton.language as tl
 
 from cce.kernels.launch import Launch
-from cce.kernels.logits import interpreting
-from cce.tiles import MULTIPROCESSORS
+from cce.tiles import MULTIPROCESSORS, interpreting
 
 
 # dE = scale (w C) + own c_target, rounded once, for the N tokens of x from the first_n-th on.

@@ -5,9 +5,17 @@ import triton
 import triton.language as tl
 
 from cce.kernels.epilogues import IGNORED_CODE, LN2, LOWEST, add_exponentials
-from cce.kernels.logits import addressable, descriptor, grouped, interpreting, precision, raw_logits
+from cce.kernels.logits import addressable, descriptor, grouped, precision, raw_logits
 from cce.targets import OUT_OF_RANGE
-from cce.tiles import PARTIALS_BYTES, Architecture, architecture, filter_tile, logits_tile, vocabulary_splits
+from cce.tiles import (
+    PARTIALS_BYTES,
+    Architecture,
+    architecture,
+    filter_tile,
+    interpreting,
+    logits_tile,
+    vocabulary_splits,
+)
 
 
 # One program walks one split of the vocabulary (several tiles) for one tile of tokens: per tile the logits (fp32

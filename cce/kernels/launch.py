@@ -2,7 +2,7 @@
 
 import triton
 
-from cce.kernels.logits import interpreting
+from cce.tiles import interpreting
 
 
 class Launch:

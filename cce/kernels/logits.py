@@ -10,12 +10,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from cce.kernels.epilogues import halves
-from cce.tiles import DESCRIPTOR_BYTES, padded_width
-
-
-def interpreting() -> bool:
-    """Whether Triton runs its kernels on the CPU (TRITON_INTERPRET=1)."""
-    return bool(triton.knobs.runtime.interpret)
+from cce.tiles import DESCRIPTOR_BYTES, interpreting, padded_width
 
 
 def precision(dtype: torch.dtype) -> str:

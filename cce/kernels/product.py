@@ -9,8 +9,8 @@ import triton.language as tl
 
 from cce.kernels.epilogues import halves
 from cce.kernels.filter import Survivors
-from cce.kernels.logits import descriptor, dot, grouped, interpreting, precision
-from cce.tiles import KAHAN_BLOCK_BYTES, MULTIPROCESSORS, architecture, filter_tile, product_tile
+from cce.kernels.logits import descriptor, dot, grouped, precision
+from cce.tiles import KAHAN_BLOCK_BYTES, MULTIPROCESSORS, architecture, filter_tile, interpreting, product_tile
 
 
 # How a sum over calls is rounded. Out and Comp are in the gradient's dtype, or Out alone in fp32:

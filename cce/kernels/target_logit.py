@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from cce.kernels.epilogues import tanh
-from cce.kernels.logits import interpreting
 from cce.targets import OUT_OF_RANGE
+from cce.tiles import interpreting
 
 _OUT_OF_RANGE = tl.constexpr(OUT_OF_RANGE)
 

@@ -3,6 +3,7 @@
 python experiments/loss_heads/report.py results/loss_heads/nvidia-h200      # reads rows.jsonl there
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -222,4 +223,11 @@ def accumulation_report(measured: list[dict]) -> str:
 
 
 if __name__ == "__main__":
-    write_report(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folder", type=Path, help="with rows.jsonl; report.md, accuracy.md and pareto.png are written beside it"
+    )
+    folder = parser.parse_args().folder
+    if not load(folder):
+        parser.error(f"{folder} has no rows: run.py measures them")
+    write_report(folder)
