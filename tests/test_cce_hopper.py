@@ -1,16 +1,20 @@
 """The kernels for Hopper compile for it, on a machine without a GPU, and fit it; tests/gpu runs them."""
 
 import importlib
+import inspect
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 import triton
+from test_cce_kernels import TorchKernels
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
+
+from cce.kernels import hopper
 
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have
 POINTERS = {
@@ -82,3 +86,10 @@ def test_compiles_and_fits(name, dtype, hidden, options, tmp_path):
     spilled = max(int(count) for count in re.findall(r"(\d+) bytes spill stores", said))
     # Bytes a thread; the softcap's tanh takes many registers.
     assert spilled <= (4096 if "HAS_SOFTCAP" in options else 256), said
+
+
+@pytest.mark.parametrize("name", ["hidden_product", "vocabulary_gradient"])
+def test_stand_ins_take_what_the_kernels_take(name):
+    """tests/test_cce_kernels.py walks with kernels of PyTorch's in the place of these."""
+    of_kernel = inspect.signature(getattr(hopper, name)).parameters
+    assert list(inspect.signature(getattr(TorchKernels, name)).parameters) == list(of_kernel)

@@ -292,6 +292,7 @@ def test_one_pass(monkeypatch, options, scale, accumulation):
 def test_numbers_of_tokens_from_parts_of_the_vocabulary(splits, z_loss):
     """nll, lse, dE and what dC is made of, of tokens 16 on, from w C of each split in units of its own reference."""
     from cce.kernels.exponentials import streamed_tokens
+    from cce.kernels.problem import Problem
 
     (n, d, v), first = (37, 24, 101), 16
     e, c, targets, _ = inputs(n, d, v, torch.bfloat16, ignored=0.2, scale=30.0)
@@ -311,7 +312,8 @@ def test_numbers_of_tokens_from_parts_of_the_vocabulary(splits, z_loss):
     x = torch.stack([part @ c.float() for part in of_splits])
     parts = torch.stack([reference + part.sum(1).log2() for reference, part in zip(references, of_splits)])
     de, tokens = torch.full((n, d), 7.0, dtype=c.dtype), torch.full((4, n), 7.0)
-    streamed_tokens(c, codes, target_N, dloss, None, z_loss, x, parts, references, tuple(tokens), de)(first)
+    problem = Problem(e.to(c.dtype), c, None, codes, dloss, None, z_loss)
+    streamed_tokens(problem, target_N, x, parts, references, tuple(tokens), de)(first)
     nll, own_lse, shift, own = tokens[:, first:].double()
     used = codes[first:] != IGNORED
     torch.testing.assert_close(nll + z_loss * own_lse**2, loss[first:].detach(), rtol=1e-5, atol=1e-5)
@@ -321,6 +323,69 @@ def test_numbers_of_tokens_from_parts_of_the_vocabulary(splits, z_loss):
     assert relative(dloss * (g * used[:, None]) @ c.double(), expected[first:]) < 1e-4
     assert (de[:first] == 7).all() and (tokens[:, :first] == 7).all() and (de[first:][~used] == 0).all()
     assert shift[~used].isinf().all() and (own[~used] == 0).all()
+
+
+class TorchKernels:
+    """What cce/kernels/hopper's streaming kernels compute, in PyTorch and fp64: no interpreter runs Gluon."""
+
+    @staticmethod
+    def logits(problem):
+        z = problem.e_ND.double() @ problem.c_VD.double().T + (0 if problem.bias_V is None else problem.bias_V.double())
+        cap = problem.softcap
+        return (z, 1.0) if cap is None else (cap * torch.tanh(z / cap), 1 - torch.tanh(z / cap) ** 2)
+
+    @classmethod
+    def hidden_product(cls, problem, reference_N, target_N, x_snD, parts, references):
+        splits, n, _ = x_snD.shape
+        z, slope = cls.logits(problem)
+        own = F.one_hot(problem.codes_N.clamp(min=0).long(), z.shape[1]).bool() & (problem.codes_N >= 0)[:, None]
+
+        def launch(first):
+            at = slice(first, first + n)
+            target_N[at] = torch.where(own[at].any(1), (z * own)[at].sum(1), reference_N[at])
+            reference = reference_N[at].double() / math.log(2)
+            w = torch.exp2(torch.where(own[at], -math.inf, z[at]) / math.log(2) - reference[:, None])
+            of_split = torch.arange(z.shape[1]) * splits // z.shape[1]
+            # As where a reference has moved: each split has its own.
+            for split, move in enumerate(torch.arange(splits)):
+                part = w * (of_split == split) * 2.0**-move
+                x_snD[split] = (part * (slope if isinstance(slope, float) else slope[at])) @ problem.c_VD.double()
+                references.view(-1)[split * n : (split + 1) * n] = reference + move
+                parts.view(-1)[split * n : (split + 1) * n] = part.sum(1).log2() + reference + move
+
+        return launch
+
+    @classmethod
+    def vocabulary_gradient(cls, problem, lse_N, shift_N, own_N, dc_VD):
+        z, slope = cls.logits(problem)
+        sign = torch.sign(1 + 2 * problem.z_loss * lse_N.double())
+        g = torch.exp2(z / math.log(2) - shift_N.double()[:, None]) * slope * sign[:, None]
+        used = problem.codes_N >= 0
+        g[used, problem.codes_N[used].long()] = own_N[used].double()
+        dc_VD.copy_(problem.dloss * g.T @ problem.e_ND.double())
+
+
+@pytest.mark.parametrize("chunk", [16, 128])  # three, of which the last has 7 tokens, or one
+@pytest.mark.parametrize(
+    "options", [{}, dict(softcap=3.0), dict(z_loss=1e-2, bias=0.0), dict(z_loss=10.0, bias=-8.0)], ids=str
+)
+def test_one_pass_with_sums_in_registers(monkeypatch, chunk, options):
+    """The walk, its memory and the tokens' kernel around kernels of PyTorch's. The last lse is negative: so is 1 + 2 z_loss lse."""
+    import cce.kernels
+
+    monkeypatch.setattr(cce.kernels, "hopper", TorchKernels, raising=False)
+    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (chunk, "registers"))
+    shift = options.get("bias")
+    options = {name: value for name, value in options.items() if name != "bias"}
+    e, c, targets, b = inputs((3, 13), 24, 101, torch.bfloat16, bias=shift is not None, ignored=0.2)
+    b = None if b is None else b.detach() + shift
+    loss = cce.linear_cross_entropy(e, c, targets, b, **options)
+    expected = formula(e, c, targets, b, **options)[0]
+    torch.testing.assert_close(loss.double(), expected, rtol=2e-6, atol=3e-6)
+    upstream = torch.tensor(3.0)
+    ours = torch.autograd.grad(loss, (e, c), upstream)
+    theirs = gradients(expected, [e, c], upstream.double())
+    assert all(relative(own, reference) < TOLERANCE[torch.bfloat16] for own, reference in zip(ours, theirs))
 
 
 def test_one_pass_keeps_the_precision_of_confident_targets(monkeypatch):

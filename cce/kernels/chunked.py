@@ -16,6 +16,8 @@ import triton
 
 from cce.kernels.exponentials import exponentials
 from cce.kernels.finishing import add_target_rows, hidden_gradient
+from cce.kernels.launch import in_chunks
+from cce.kernels.problem import Problem
 from cce.kernels.product import kahan_block, kahan_product, product_into
 from cce.kernels.target_logit import target_logit
 from cce.plans import one_pass_splits
@@ -24,43 +26,29 @@ from cce.tiles import architecture, logits_tile, padded_width
 
 
 def chunked(
-    e_ND: torch.Tensor,
-    c_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    codes_N: torch.Tensor,
-    dloss: torch.Tensor,
-    softcap: float | None,
-    z_loss: float,
+    problem: Problem,
     chunk: int,
     tokens: torch.Tensor,
     de_ND: torch.Tensor | None,
     dc_VD: torch.Tensor | None,
     accumulation: Accumulation,
 ) -> None:
-    """Fill tokens, whose first two rows of [4, N] fp32 are nll and lse, de and dc, `accumulation`'s sum. e, c: `addressable`."""
+    """Fill tokens, whose first two rows of [4, N] fp32 are nll and lse, de and dc, `accumulation`'s sum."""
     rounded = dc_VD is not None and dc_VD.dtype != torch.float32
     fp32_sum = rounded and accumulation == "fp32"
     sum_VD = torch.empty_like(dc_VD, dtype=torch.float32) if fp32_sum else dc_VD
     comp_VD = torch.empty_like(dc_VD) if rounded and accumulation == "kahan" else None
     # While dC's sum is kept elsewhere, its own memory has room for exponentials.
-    _chunks(
-        e_ND, c_VD, bias_V, codes_N, dloss, softcap, z_loss, chunk, tokens, de_ND, sum_VD, comp_VD,
-        room=dc_VD.view(-1).view(e_ND.dtype) if fp32_sum else None,
-    )  # fmt: skip
+    room = dc_VD.view(-1).view(problem.e_ND.dtype) if fp32_sum else None
+    _chunks(problem, chunk, tokens, de_ND, sum_VD, comp_VD, room)
     if dc_VD is not None:
-        add_target_rows(e_ND, tokens[3], codes_N, sum_VD, comp_VD)
+        add_target_rows(problem.e_ND, tokens[3], problem.codes_N, sum_VD, comp_VD)
         if fp32_sum:
             dc_VD.copy_(sum_VD)
 
 
 def _chunks(
-    e_ND: torch.Tensor,
-    c_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    codes_N: torch.Tensor,
-    dloss: torch.Tensor,
-    softcap: float | None,
-    z_loss: float,
+    problem: Problem,
     chunk: int,
     tokens: torch.Tensor,
     de_ND: torch.Tensor | None,
@@ -72,6 +60,7 @@ def _chunks(
 
     room: memory that may hold the exponentials of a chunk, bf16. What else it takes is free again afterwards.
     """
+    e_ND, c_VD, bias_V, codes_N, _, softcap, _ = problem
     (N, D), V = e_ND.shape, c_VD.shape[0]
     arch = architecture(e_ND.device, e_ND.dtype)
     tile = logits_tile(e_ND.dtype, D, arch, stored=True)
@@ -87,17 +76,15 @@ def _chunks(
     w = room[: chunk * width].view(chunk, width)[:, :V]
     reference_N = target_logit(e_ND, c_VD, bias_V, codes_N, softcap)
     target_N = reference_N.clone()
-    nll_N, lse_N, scale_N, own_N = tokens
+    _, _, scale_N, own_N = tokens
 
     def steps(n: int) -> Callable[[int], None]:
-        """step(first): the work on tokens first to first + n. What depends on n alone is done once: small models wait for the
-        host."""
+        """step(first): the work on tokens first to first + n."""
         w_nV = w[:n]
         s_nD, x_nD = (None if matrix is None else matrix[:n] for matrix in (scaled_e, de_chunk))
         of_classes, of_tokens = exponentials(
-            e_ND, c_VD, bias_V, codes_N, reference_N, target_N, dloss, softcap, z_loss, w_nV, s_nD, parts,
-            tile_references, (nll_N, lse_N, scale_N, own_N),
-        )  # fmt: skip
+            problem, reference_N, target_N, w_nV, s_nD, parts, tile_references, tuple(tokens)
+        )
         finish = None if de_ND is None else hidden_gradient(x_nD, scale_N, own_N, c_VD, codes_N, de_ND)
 
         def step(first: int) -> None:
@@ -113,8 +100,4 @@ def _chunks(
 
         return step
 
-    step, rest = steps(chunk), N % chunk
-    for first in range(0, N - rest, chunk):
-        step(first)
-    if rest:
-        steps(rest)(N - rest)
+    in_chunks(N, chunk, steps)

@@ -22,6 +22,7 @@ from cce.kernels.logits import (
     store_tile,
     stored_columns,
 )
+from cce.kernels.problem import Problem
 from cce.tiles import architecture, logits_tile
 
 
@@ -174,15 +175,9 @@ def _tokens_kernel(
 
 
 def exponentials(
-    e_ND: torch.Tensor,
-    c_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    codes_N: torch.Tensor,
+    problem: Problem,
     reference_N: torch.Tensor,
     target_N: torch.Tensor,
-    dloss: torch.Tensor,
-    softcap: float | None,
-    z_loss: float,
     w_nV: torch.Tensor,
     scaled_e: torch.Tensor | None,
     parts: torch.Tensor,
@@ -193,9 +188,9 @@ def exponentials(
     and the chunk's part of tokens = (nll, lse, scale, own), each [N] fp32, of _tokens_kernel.
 
     reference_N: the target's logit, not necessarily to the last bit; target_N comes with the same numbers, which stay where a
-    token has no target. dloss: fp32 scalar, the gradient of each token's loss. parts [splits, n] and tile_references [tiles of
-    classes, n]: fp32 scratch.
+    token has no target. parts [splits, n] and tile_references [tiles of classes, n]: fp32 scratch.
     """
+    e_ND, c_VD, bias_V, codes_N, dloss, softcap, z_loss = problem
     D, (n, V), arch = e_ND.shape[1], w_nV.shape, architecture(e_ND.device, e_ND.dtype)
     tile = logits_tile(e_ND.dtype, D, arch, stored=True)
     splits, tiles_v = parts.shape[0], triton.cdiv(V, tile.columns)
@@ -241,12 +236,8 @@ def exponentials(
 
 
 def streamed_tokens(
-    c_VD: torch.Tensor,
-    codes_N: torch.Tensor,
+    problem: Problem,
     target_N: torch.Tensor,
-    dloss: torch.Tensor,
-    softcap: float | None,
-    z_loss: float,
     x_snD: torch.Tensor,
     parts: torch.Tensor,
     references: torch.Tensor,
@@ -259,6 +250,7 @@ def streamed_tokens(
     It fills the chunk's part of tokens = (nll, lse, shift, own), each [N] fp32, and of de_ND. shift = lse log2e - log2 |1 + 2 z_loss
     lse|, infinite for ignored tokens; own is without dloss.
     """
+    _, c_VD, _, codes_N, dloss, softcap, z_loss = problem
     splits, n, D = x_snD.shape
     block, need_de = 2, de_ND is not None
     return Launch(

@@ -1,5 +1,7 @@
 """One kernel launched many times, past Triton's look at every argument."""
 
+from collections.abc import Callable
+
 import triton
 
 from cce.tiles import interpreting
@@ -27,3 +29,13 @@ class Launch:
         compiled = self.kernel[self.grid](*self.arguments, number, **self.constants, **self.options)
         if not interpreting() and number % 16 == 0:
             self.compiled = compiled
+
+
+def in_chunks(tokens: int, chunk: int, steps: Callable[[int], Callable[[int], None]]) -> None:
+    """steps(n)(first) for each chunk of n tokens from `first` on. steps(n), what depends on n alone, is called once for each n:
+    small models wait for the host."""
+    step, rest = steps(chunk), tokens % chunk
+    for first in range(0, tokens - rest, chunk):
+        step(first)
+    if rest:
+        steps(rest)(tokens - rest)

@@ -7,6 +7,7 @@ import torch
 
 from cce.kernels.chunked import chunked
 from cce.kernels.logits import addressable
+from cce.kernels.problem import Problem
 from cce.kernels.streamed import streamed
 from cce.plans import Sum
 
@@ -35,11 +36,11 @@ def one_pass(
     tokens = torch.empty(4, N, dtype=torch.float32, device=device)
     de_ND = torch.empty(N, padded, dtype=dtypes[0], device=device) if need_e else None
     dc_VD = torch.empty(V, padded, dtype=dtypes[1], device=device) if need_c else None
-    problem = (e_ND, c_VD, bias_V, codes_N, dloss, softcap, z_loss, min(chunk, N), tokens, de_ND, dc_VD)
+    problem = Problem(e_ND, c_VD, bias_V, codes_N, dloss, softcap, z_loss)
     if kept == "registers":
-        streamed(*problem)
+        streamed(problem, min(chunk, N), tokens, de_ND, dc_VD)
     else:
-        chunked(*problem, kept)
+        chunked(problem, min(chunk, N), tokens, de_ND, dc_VD, kept)
     nll_N, lse_N, *_ = tokens
     return nll_N, lse_N, _without_padding(de_ND, D), _without_padding(dc_VD, D)
 

@@ -16,45 +16,33 @@ from collections.abc import Callable
 import torch
 
 from cce.kernels.exponentials import streamed_tokens
+from cce.kernels.launch import in_chunks
+from cce.kernels.problem import Problem
 from cce.kernels.target_logit import target_logit
 from cce.tiles import streaming_splits
 
 
 def streamed(
-    e_ND: torch.Tensor,
-    c_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    codes_N: torch.Tensor,
-    dloss: torch.Tensor,
-    softcap: float | None,
-    z_loss: float,
-    chunk: int,
-    tokens: torch.Tensor,
-    de_ND: torch.Tensor | None,
-    dc_VD: torch.Tensor | None,
+    problem: Problem, chunk: int, tokens: torch.Tensor, de_ND: torch.Tensor | None, dc_VD: torch.Tensor | None
 ) -> None:
-    """Fill tokens, whose first two rows of [4, N] fp32 are nll and lse, de and dc. e, c: `addressable`."""
+    """Fill tokens, whose first two rows of [4, N] fp32 are nll and lse, de and dc."""
     from cce.kernels import hopper
 
-    (N, D), V = e_ND.shape, c_VD.shape[0]
-    f32 = dict(dtype=torch.float32, device=e_ND.device)
+    (N, D), V = problem.e_ND.shape, problem.c_VD.shape[0]
+    f32 = dict(dtype=torch.float32, device=problem.e_ND.device)
     splits, _ = streaming_splits(chunk, V)
     parts, references = torch.empty(2, splits, chunk, **f32)
     room = None if dc_VD is None else dc_VD.view(-1).view(torch.float32)
     if room is None or room.numel() < splits * chunk * D:
         room = torch.empty(splits * chunk * D, **f32)
-    reference_N = target_logit(e_ND, c_VD, bias_V, codes_N, softcap)
+    reference_N = target_logit(problem.e_ND, problem.c_VD, problem.bias_V, problem.codes_N, problem.softcap)
     target_N = reference_N.clone()
 
     def steps(n: int) -> Callable[[int], None]:
         """step(first): the work on tokens first to first + n."""
         x_snD = room[: splits * n * D].view(splits, n, D)
-        product = hopper.hidden_product(
-            e_ND, c_VD, bias_V, codes_N, reference_N, target_N, softcap, x_snD, parts, references
-        )
-        of_tokens = streamed_tokens(
-            c_VD, codes_N, target_N, dloss, softcap, z_loss, x_snD, parts, references, tuple(tokens), de_ND
-        )
+        product = hopper.hidden_product(problem, reference_N, target_N, x_snD, parts, references)
+        of_tokens = streamed_tokens(problem, target_N, x_snD, parts, references, tuple(tokens), de_ND)
 
         def step(first: int) -> None:
             product(first)
@@ -62,11 +50,7 @@ def streamed(
 
         return step
 
-    step, rest = steps(chunk), N % chunk
-    for first in range(0, N - rest, chunk):
-        step(first)
-    if rest:
-        steps(rest)(N - rest)
+    in_chunks(N, chunk, steps)
     if dc_VD is not None:
         _, lse_N, shift_N, own_N = tokens
-        hopper.vocabulary_gradient(e_ND, c_VD, bias_V, codes_N, dloss, lse_N, shift_N, own_N, softcap, z_loss, dc_VD)
+        hopper.vocabulary_gradient(problem, lse_N, shift_N, own_N, dc_VD)

@@ -24,6 +24,7 @@ from cce.kernels.hopper.streaming import (
     stream,
 )
 from cce.kernels.launch import Launch
+from cce.kernels.problem import Problem
 
 
 @gluon.jit
@@ -95,13 +96,9 @@ def _hidden_product_kernel(
 
 
 def hidden_product(
-    e_ND: torch.Tensor,
-    c_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    codes_N: torch.Tensor,
+    problem: Problem,
     reference_N: torch.Tensor,
     target_N: torch.Tensor,
-    softcap: float | None,
     x_snD: torch.Tensor,
     parts: torch.Tensor,
     references: torch.Tensor,
@@ -110,6 +107,7 @@ def hidden_product(
 
     reference_N, target_N: as for cce/kernels/exponentials.py: exponentials.
     """
+    e_ND, c_VD, bias_V, codes_N, _, softcap, _ = problem
     splits, n, D = x_snD.shape
     return Launch(
         _hidden_product_kernel,

@@ -22,6 +22,7 @@ from cce.kernels.hopper.streaming import (
     shared_memory,
     stream,
 )
+from cce.kernels.problem import Problem
 
 
 @gluon.jit
@@ -100,19 +101,10 @@ def _vocabulary_gradient_kernel(
 
 
 def vocabulary_gradient(
-    e_ND: torch.Tensor,
-    c_VD: torch.Tensor,
-    bias_V: torch.Tensor | None,
-    codes_N: torch.Tensor,
-    dloss: torch.Tensor,
-    lse_N: torch.Tensor,
-    shift_N: torch.Tensor,
-    own_N: torch.Tensor,
-    softcap: float | None,
-    z_loss: float,
-    dc_VD: torch.Tensor,
+    problem: Problem, lse_N: torch.Tensor, shift_N: torch.Tensor, own_N: torch.Tensor, dc_VD: torch.Tensor
 ) -> None:
-    """Fill dc_VD, of any dtype. dloss: fp32 scalar; lse, shift, own: each [N] fp32, of cce/kernels/exponentials.py: streamed_tokens."""
+    """Fill dc_VD, of any dtype. lse, shift, own: each [N] fp32, of cce/kernels/exponentials.py: streamed_tokens."""
+    e_ND, c_VD, bias_V, codes_N, dloss, softcap, z_loss = problem
     (N, D), V = e_ND.shape, c_VD.shape[0]
     _vocabulary_gradient_kernel[programs(V, 1, e_ND.device)](
         *operands(c_VD, e_ND), dc_VD, bias_V, codes_N, dloss, lse_N, shift_N, own_N, N, V, dc_VD.stride(0),
