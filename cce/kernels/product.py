@@ -18,18 +18,22 @@ from cce.tiles import KAHAN_BLOCK_BYTES, MULTIPROCESSORS, architecture, filter_t
 #   Kahan   Comp carries the rounding error of Out: y = AB - Comp; t = round(Out + y); Comp = round((t - Out) - y);
 #           Out = t, worked in fp32. bf16 + bf16 then behave like 16 bits of mantissa at half of fp32's buffer.
 @triton.jit
+def _rounded_sum(old, y, dtype: tl.constexpr):
+    """(t, its rounding error)."""
+    new = (old + y).to(dtype)
+    return new, ((new.to(tl.float32) - old) - y).to(dtype)
+
+
+@triton.jit
 def _add_tile(acc, Out, Comp, m0, c0, ADD: tl.constexpr, KAHAN: tl.constexpr):
+    old = tl.zeros(acc.shape, tl.float32)
     if ADD:
         old = Out.load([m0, c0]).to(tl.float32)
         if KAHAN:
             acc -= Comp.load([m0, c0]).to(tl.float32)
-        new = (old + acc).to(Out.dtype)
-        if KAHAN:
-            Comp.store([m0, c0], ((new.to(tl.float32) - old) - acc).to(Comp.dtype))
-    else:
-        new = acc.to(Out.dtype)
-        if KAHAN:
-            Comp.store([m0, c0], (new.to(tl.float32) - acc).to(Comp.dtype))
+    new, error = _rounded_sum(old, acc, Out.dtype)
+    if KAHAN:
+        Comp.store([m0, c0], error)
     Out.store([m0, c0], new)
 
 
@@ -141,8 +145,8 @@ def _kahan_kernel(X, Out, Comp, count, ADD: tl.constexpr, BLOCK: tl.constexpr):
     if ADD:
         old = tl.load(Out + offs, mask=inside, other=0.0).to(tl.float32)
         y -= tl.load(Comp + offs, mask=inside, other=0.0).to(tl.float32)
-    new = (old + y).to(Out.dtype.element_ty)
-    tl.store(Comp + offs, ((new.to(tl.float32) - old) - y).to(Comp.dtype.element_ty), mask=inside)
+    new, error = _rounded_sum(old, y, Out.dtype.element_ty)
+    tl.store(Comp + offs, error, mask=inside)
     tl.store(Out + offs, new, mask=inside)
 
 
