@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from matplotlib.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "experiments" / "loss_heads"))
+import accumulation  # noqa: E402
 import measuring  # noqa: E402
 import peers  # noqa: E402
 import picture  # noqa: E402
@@ -456,3 +457,15 @@ def test_kernel_times_add_up_to_steps():
         rows[trace_kernels.VENDOR]["tflops"], 4e9 / 2e-3 / 1e12
     )
     assert trace_kernels.kernel_name("void at::native::reduce_kernel<512, 1>(float)") == "reduce_kernel"
+
+
+@pytest.mark.interpret
+def test_accumulation_over_chunks():
+    """Two chunks: fp32 is no further off than bf16, and the table sets both against it."""
+    shape = Shape(256, 16, 64)
+    e, c, targets = problem(shape, "trained", 0, torch.device("cpu"))
+    rows = accumulation.errors(shape, e, c, targets, reference(e, c, targets))
+    of = {row["accumulation"]: row["dc_error"] for row in rows}
+    assert of["fp32"] <= of["kahan"] <= of["plain"] < 3e-2
+    text = accumulation.table([{"shape": shape.name, "kind": "trained", **row} for row in rows])
+    assert f"| plain | {of['plain']:.3e} | {of['plain'] / of['fp32']:.3f} |" in text

@@ -1,0 +1,117 @@
+"""dC as a sum over CHUNKS chunks of tokens in bf16, in bf16 with Kahan's compensation, in fp32: what each loses.
+
+    python experiments/loss_heads/accumulation.py --shapes A B C --kinds trained confident
+
+The other sum over calls, dE over slices of the vocabulary, stands in accuracy.md, as run.py measures it; cce/plans.py would not take
+chunks for most of these. The error is that of the finished gradient against fp64, in the Frobenius norm; beside it stands the least
+that a gradient in bf16 can have. Rows go to accumulation.jsonl, the table to accumulation.md, in results/loss_heads/<machine>/.
+Needs a GPU, or TRITON_INTERPRET=1 and a tiny shape.
+"""
+
+import argparse
+import math
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import torch  # noqa: E402
+from measuring import free_memory  # noqa: E402
+from problems import KINDS, NAMED, Shape, check_problem, parse_shape, problem  # noqa: E402
+from reference import Reference, reference, relative_error  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from cce import operators  # noqa: E402
+from cce.targets import encode_targets  # noqa: E402
+from training.provenance import machine, provenance  # noqa: E402
+from training.results import markdown_table, read_rows, write_rows  # noqa: E402
+
+ACCUMULATIONS = ("plain", "kahan", "fp32")
+CHUNKS = 8
+GRANULE = 128  # tokens that a chunk is a multiple of
+
+
+def gradient(e: Tensor, c: Tensor, codes: Tensor, accumulation: str) -> Tensor:
+    """dC of the mean loss."""
+    chunk = math.ceil(len(e) / CHUNKS / GRANULE) * GRANULE
+    dloss = torch.tensor(1 / len(e), device=e.device)
+    _, _, _, dc_VD = operators.one_pass(
+        e, c, None, codes, dloss, None, 0.0, chunk, accumulation, False, True, e.dtype, c.dtype
+    )
+    return dc_VD
+
+
+def errors(shape: Shape, e: Tensor, c: Tensor, targets: Tensor, truth: Reference) -> list[dict]:
+    """A row for each accumulation."""
+    e, c = e.detach(), c.detach()
+    codes = encode_targets(targets, -100, 0, shape.vocabulary, False)
+    return [
+        {
+            "accumulation": accumulation,
+            "dc_error": relative_error(gradient(e, c, codes, accumulation), truth.dc),
+            "dc_rounding": truth.dc_rounding,
+        }
+        for accumulation in ACCUMULATIONS
+    ]
+
+
+def table(rows: list[dict]) -> str:
+    fp32 = {(row["shape"], row["kind"]): row["dc_error"] for row in rows if row["accumulation"] == "fp32"}
+    shown = [
+        {
+            "shape": row["shape"],
+            "softmax": row["kind"],
+            "accumulation": row["accumulation"],
+            "dC": row["dc_error"],
+            "dC / fp32's": row["dc_error"] / fp32[row["shape"], row["kind"]],
+            "fp64, rounded": row["dc_rounding"],
+        }
+        for row in rows
+    ]
+    columns = {
+        "shape": "", "softmax": "", "accumulation": "", "dC": ".3e", "dC / fp32's": ".3f", "fp64, rounded": ".3e",
+    }  # fmt: skip
+    return (
+        f"# dC as a sum over {CHUNKS} chunks of tokens: bf16 plain, bf16 with Kahan's compensation, fp32\n\n"
+        "dC: relative error against fp64 in the Frobenius norm; fp64, rounded: that of the exact gradient in bf16.\n\n"
+        + markdown_table(shown, columns)
+    )
+
+
+def main(command_line: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=[*NAMED], metavar="SHAPE", help=f"{', '.join(NAMED)} or NxDxV")
+    parser.add_argument("--kinds", nargs="+", default=["trained"], metavar="KIND", help=f"of {', '.join(KINDS)}")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="folder of the results (default: results/loss_heads/<machine>)")
+    args = parser.parse_args(command_line)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        shapes = [parse_shape(text) for text in args.shapes]
+        for shape in shapes:
+            for kind in args.kinds:
+                check_problem(shape, kind)
+    except ValueError as error:
+        parser.error(str(error))
+    if not operators.runs_kernels(torch.empty(0, device=device)):
+        parser.error("no GPU here: chunks are walked by kernels (TRITON_INTERPRET=1 runs them on a CPU, slowly)")
+    folder = args.out or ROOT / "results" / "loss_heads" / machine()
+    path = folder / "accumulation.jsonl"
+    rows = read_rows(path) if path.exists() else []
+    for shape in shapes:
+        for kind in args.kinds:
+            e, c, targets = problem(shape, kind, args.seed, device)
+            of = {"shape": shape.name, "kind": kind}
+            found = errors(shape, e, c, targets, reference(e, c, targets))
+            free_memory(device)
+            source = provenance(args.seed)
+            rows = [row for row in rows if (row["shape"], row["kind"]) != (shape.name, kind)]
+            rows += [{**of, **row, "provenance": source} for row in found]
+            write_rows(path, rows)
+            (folder / "accumulation.md").write_text(table(rows))
+            print(table([row for row in rows if (row["shape"], row["kind"]) == (shape.name, kind)]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
