@@ -12,6 +12,7 @@ import argparse
 import math
 import sys
 from pathlib import Path
+from typing import get_args
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
@@ -23,16 +24,16 @@ from reference import Reference, reference, relative_error  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from cce import operators  # noqa: E402
+from cce.presets import Accumulation  # noqa: E402
 from cce.targets import encode_targets  # noqa: E402
 from training.provenance import machine, provenance  # noqa: E402
 from training.results import markdown_table, read_rows, write_rows  # noqa: E402
 
-ACCUMULATIONS = ("plain", "kahan", "fp32")
 CHUNKS = 8
 GRANULE = 128  # tokens that a chunk is a multiple of
 
 
-def gradient(e: Tensor, c: Tensor, codes: Tensor, accumulation: str) -> Tensor:
+def gradient(e: Tensor, c: Tensor, codes: Tensor, accumulation: Accumulation) -> Tensor:
     """dC of the mean loss."""
     chunk = math.ceil(len(e) / CHUNKS / GRANULE) * GRANULE
     dloss = torch.tensor(1 / len(e), device=e.device)
@@ -52,7 +53,7 @@ def errors(shape: Shape, e: Tensor, c: Tensor, targets: Tensor, truth: Reference
             "dc_error": relative_error(gradient(e, c, codes, accumulation), truth.dc),
             "dc_rounding": truth.dc_rounding,
         }
-        for accumulation in ACCUMULATIONS
+        for accumulation in get_args(Accumulation)
     ]
 
 

@@ -21,6 +21,7 @@ from cce.kernels.hopper.streaming import (
     operand_layout,
     operands,
     shared_memory,
+    store_sums,
     stream,
 )
 from cce.kernels.launch import Launch
@@ -34,7 +35,6 @@ def _product_consumer(
 ):  # fmt: skip
     KD: gl.constexpr = shared[1].type.shape[2]
     dtype: gl.constexpr = shared[1].dtype
-    of_x: gl.constexpr = logits_layout(KD)
     of_rows: gl.constexpr = gl.SliceLayout(1, logits_layout(COLUMNS))
     of_columns: gl.constexpr = gl.SliceLayout(0, logits_layout(COLUMNS))
     stage, phase, e_phase = 0, 0, 0
@@ -43,7 +43,7 @@ def _product_consumer(
         offs_n, in_n, code = rows_of(n0, Codes, N, half, COLUMNS)
         reference = starting_reference(Reference, offs_n, in_n)
         exp_sum = gl.full([ROWS], 0.0, gl.float32, of_rows)
-        x = gl.zeros([ROWS, KD], gl.float32, of_x)
+        x = gl.zeros([ROWS, KD], gl.float32, logits_layout(KD))
         operand = gl.zeros([ROWS, COLUMNS], dtype, operand_layout(KD))
         mbarrier.wait(shared[4], e_phase)
         e_phase ^= 1
@@ -58,17 +58,14 @@ def _product_consumer(
             )  # fmt: skip
             x = end_tile(shared, stage, x, tile_v, first)
             if seldom:
-                factor = gl.convert_layout(gl.exp2(before - reference), gl.SliceLayout(1, of_x))
+                factor = gl.convert_layout(gl.exp2(before - reference), gl.SliceLayout(1, x.type.layout))
                 x = x * factor[:, None]
             operand = gl.convert_layout(w.to(dtype), operand_layout(KD))
             stage, phase = after(stage, phase, STAGES)
         x = end_item(shared, stage, operand, x, first, last)
         gl.store(Part + split.to(gl.int64) * N + offs_n, reference + gl.log2(exp_sum), mask=in_n)
         store_reference(LastReference, reference, split, offs_n, in_n, N)
-        rows = n0 + half * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_x))
-        columns = gl.arange(0, KD, layout=gl.SliceLayout(0, of_x))
-        out = X + (split.to(gl.int64) * N + rows)[:, None] * D + columns[None, :]
-        gl.store(out, x, mask=(rows < N)[:, None] & (columns < D)[None, :])
+        store_sums(X + split.to(gl.int64) * N * D, x, n0 + half * ROWS, N, D, D)
 
 
 # X [splits, N, D] fp32: w C of a split of the vocabulary, w and its sums in Part those of cce/kernels/exponentials.py, in units of

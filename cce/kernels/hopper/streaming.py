@@ -89,6 +89,15 @@ def end_item(shared, stage, w, x, first, last):
     return x
 
 
+@gluon.jit
+def store_sums(Out, x, row, rows_count, stride, D: gl.constexpr):
+    """x [ROWS, >= D] into Out, rounded to its dtype: rows `row` on, below rows_count."""
+    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))
+    hidden = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    at = Out + rows.to(gl.int64)[:, None] * stride + hidden[None, :]
+    gl.store(at, x.to(Out.dtype.element_ty), mask=(rows < rows_count)[:, None] & (hidden < D)[None, :])
+
+
 def operands(rows: torch.Tensor, columns: torch.Tensor) -> tuple:
     """Descriptors of what stays and what streams by, `addressable`, bf16 or fp16."""
     hidden = max(64, triton.next_power_of_2(rows.shape[1]))

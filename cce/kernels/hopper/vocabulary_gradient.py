@@ -20,6 +20,7 @@ from cce.kernels.hopper.streaming import (
     operand_layout,
     operands,
     shared_memory,
+    store_sums,
     stream,
 )
 from cce.kernels.problem import Problem
@@ -32,7 +33,6 @@ def _gradient_consumer(
 ):  # fmt: skip
     KD: gl.constexpr = shared[1].type.shape[2]
     dtype: gl.constexpr = shared[1].dtype
-    of_x: gl.constexpr = logits_layout(KD)
     of_rows: gl.constexpr = gl.SliceLayout(1, logits_layout(COLUMNS))
     of_columns: gl.constexpr = gl.SliceLayout(0, logits_layout(COLUMNS))
     stage, phase, c_phase = 0, 0, 0
@@ -42,7 +42,7 @@ def _gradient_consumer(
         offs_v = v0 + gl.arange(0, ROWS, layout=of_rows)
         if HAS_BIAS:
             bias = gl.load(Bias + offs_v, mask=offs_v < V, other=0.0).to(gl.float32)
-        x = gl.zeros([ROWS, KD], gl.float32, of_x)
+        x = gl.zeros([ROWS, KD], gl.float32, logits_layout(KD))
         operand = gl.zeros([ROWS, COLUMNS], dtype, operand_layout(KD))
         mbarrier.wait(shared[4], c_phase)
         c_phase ^= 1
@@ -72,10 +72,7 @@ def _gradient_consumer(
             stage, phase = after(stage, phase, STAGES)
         x = end_item(shared, stage, operand, x, first, last)
         x = gl.where(x == 0, 0.0, x * gl.load(Dloss))
-        rows = v0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, of_x))
-        columns = gl.arange(0, KD, layout=gl.SliceLayout(0, of_x))
-        out = DC + rows.to(gl.int64)[:, None] * stride_dc + columns[None, :]
-        gl.store(out, x.to(DC.dtype.element_ty), mask=(rows < V)[:, None] & (columns < D)[None, :])
+        store_sums(DC, x, v0, V, stride_dc, D)
 
 
 # dC = dloss g^T e, g = 2^(z log2e - shift), with the softcap's slope and the sign of 1 + 2 z_loss lse, and `own` for each token's
