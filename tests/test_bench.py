@@ -11,6 +11,7 @@ from matplotlib.text import Text
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "experiments" / "loss_heads"))
 import accumulation  # noqa: E402
+import cut_off  # noqa: E402
 import measuring  # noqa: E402
 import peers  # noqa: E402
 import picture  # noqa: E402
@@ -464,8 +465,46 @@ def test_accumulation_over_chunks():
     """Two chunks: fp32 is no further off than bf16, and the table sets both against it."""
     shape = Shape(256, 16, 64)
     e, c, targets = problem(shape, "trained", 0, torch.device("cpu"))
-    rows = accumulation.errors(shape, e, c, targets, reference(e, c, targets))
+    rows = accumulation.errors(shape, e, c, targets)
     of = {row["accumulation"]: row["dc_error"] for row in rows}
     assert of["fp32"] <= of["kahan"] <= of["plain"] < 3e-2
     text = accumulation.table([{"shape": shape.name, "kind": "trained", **row} for row in rows])
     assert f"| plain | {of['plain']:.3e} | {of['plain'] / of['fp32']:.3f} |" in text
+
+
+class TensorCores:
+    """torch.mm with fp32 sums that take 16 products at a time, exactly, and are cut off toward zero."""
+
+    @staticmethod
+    def mm(a, b, out_dtype):
+        assert out_dtype == torch.float32
+        total = torch.zeros(len(a), b.shape[1])
+        for d in range(0, a.shape[1], 16):
+            exact = total.double() + a[:, d : d + 16].double() @ b[d : d + 16].double()
+            total = exact.float()
+            too_large = total.double().abs() > exact.abs()
+            total = torch.where(too_large, torch.nextafter(total, torch.zeros(())), total)
+        return total
+
+
+@pytest.mark.parametrize("kind", ["confident", "trained"])
+def test_cut_off_sums_lose_in_proportion_to_the_logit(kind, monkeypatch):
+    """A sum that grows evenly to z is cut off by half a unit in the last place at each of D / 16 additions: of z that is D / 64 times
+    2^-23 times the mean of 2^floor(log2 s) / s, 0.72 where log2 s is spread evenly: 1.44 units of D / 64 2^-24, less while sums are
+    so small that their products fit."""
+    monkeypatch.setattr(torch, "mm", TensorCores.mm)
+    shape = Shape(96, 1024, 1024)
+    e, c, targets = problem(shape, kind, 0, CPU)
+    (row,) = cut_off.errors(shape, e, c, targets)
+    assert 1.0 < row["lost"] < 1.44
+    assert abs(row["both directions"]) < 0.5 * abs(row["as made"])
+    if kind == "confident":
+        # The target's logit is large: among cut off ones it is what is wrong, and the gain mends the others.
+        assert abs(row["target apart"]) < 0.1 * abs(row["as made"])
+        assert abs(row["gain"]) < 0.2 * abs(row["both directions"])
+    assert f"| {row['gain']:+.1e} | {row['lost']:.2f} |" in cut_off.table([{"shape": "S", "kind": kind, **row}])
+
+
+def test_cut_off_needs_tensor_cores():
+    assert cut_off.obstacle(torch.device("cuda")) is None
+    assert "no GPU" in cut_off.obstacle(CPU)

@@ -74,17 +74,14 @@ def _chunks(
     if room is None or room.numel() < chunk * width:
         room = torch.empty(chunk * width, dtype=e_ND.dtype, device=e_ND.device)
     w = room[: chunk * width].view(chunk, width)[:, :V]
-    reference_N = target_logit(e_ND, c_VD, bias_V, codes_N, softcap)
-    target_N = reference_N.clone()
+    target_N = target_logit(e_ND, c_VD, bias_V, codes_N, softcap)
     _, _, scale_N, own_N = tokens
 
     def steps(n: int) -> Callable[[int], None]:
         """step(first): the work on tokens first to first + n."""
         w_nV = w[:n]
         s_nD, x_nD = (None if matrix is None else matrix[:n] for matrix in (scaled_e, de_chunk))
-        of_classes, of_tokens = exponentials(
-            problem, reference_N, target_N, w_nV, s_nD, parts, tile_references, tuple(tokens)
-        )
+        of_classes, of_tokens = exponentials(problem, target_N, w_nV, s_nD, parts, tile_references, tuple(tokens))
         finish = None if de_ND is None else hidden_gradient(x_nD, scale_N, own_N, c_VD, codes_N, de_ND)
 
         def step(first: int) -> None:

@@ -31,11 +31,20 @@ def tanh(x):
 
 
 @triton.jit
-def add_bias(z, Bias, offs_v, V, HAS_BIAS: tl.constexpr):
-    """z + bias, 0 for classes past V."""
-    if HAS_BIAS:
-        z += tl.load(Bias + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
-    return z
+def with_bias_and_cap(
+    z, Bias, offs_v, V, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GAIN: tl.constexpr
+):
+    """(the logits, what makes powers of two of them). Where there is neither bias nor cap, GAIN is in the latter, at no cost."""
+    if HAS_BIAS or HAS_SOFTCAP:
+        z *= GAIN
+        if HAS_BIAS:
+            z += tl.load(Bias + offs_v, mask=offs_v < V, other=0.0).to(tl.float32)[None, :]
+        if HAS_SOFTCAP:
+            z = softcap * tanh(z / softcap)
+        log2e: tl.constexpr = LOG2E
+    else:
+        log2e: tl.constexpr = LOG2E * GAIN
+    return z, log2e
 
 
 @triton.jit
@@ -52,34 +61,31 @@ def rounded_up(x):
 
 # A sum of 2^(z log2e - reference) per token. The reference is not the running maximum: it moves, to the maximum, only when a
 # tile's sum grows LARGE. That is as safe, and an element costs one multiply-add, one exp2 and one add.
-# The target's own logit is left out of the sum, so that the loss can be formed as log1p(sum exp(z_v - z_target)); it is
-# written apart, from the same accumulators: tensor cores cut off low bits of a sum, which shifts all logits of a token alike
-# and cancels in the difference. Elements are compared with columns only in tiles that hold a target, and in the last: one
-# branch for both, whose store keeps the compiler from doing its comparisons always.
+# The target's own logit is left out of the sum, so that the loss can be formed as log1p(sum exp(z_v - z_target)). Elements are
+# compared with columns only in tiles that hold a target, and in the last: one branch for both, whose barrier keeps the compiler
+# from doing its comparisons always.
 # NEED_TOTAL: total gets the sum of the logits. NEED_MAXIMA: TileMaxima gets, per token and filter tile, the largest logit that
 # is not the target's, rounded up.
 @triton.jit
 def add_exponentials(
-    z, reference, exp_sum, total, Bias, Target, TileMaxima, code, offs_n, in_n, offs_v, v0, N, V, softcap,
-    BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, NEED_TOTAL: tl.constexpr,
-    NEED_MAXIMA: tl.constexpr, MAXIMA_V: tl.constexpr,
+    z, reference, exp_sum, total, Bias, TileMaxima, code, offs_n, in_n, offs_v, v0, N, V, softcap, BLOCK_V: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, NEED_TOTAL: tl.constexpr, NEED_MAXIMA: tl.constexpr,
+    MAXIMA_V: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """(reference, exp_sum, total) [BLOCK_N] with the tile's part."""
-    z = add_bias(z, Bias, offs_v, V, HAS_BIAS)
-    if HAS_SOFTCAP:
-        z = softcap * tanh(z / softcap)
+    z, log2e = with_bias_and_cap(z, Bias, offs_v, V, softcap, HAS_BIAS, HAS_SOFTCAP, GAIN)
     if NEED_TOTAL:
         total += tl.sum(tl.where((offs_v < V)[None, :], z, 0.0), 1)
     here = (code >= v0) & (code < v0 + BLOCK_V)
     if (tl.max(here.to(tl.int32), 0) != 0) | (v0 + BLOCK_V > V):
+        tl.debug_barrier()
         own = offs_v[None, :] == code[:, None]
-        tl.store(Target + offs_n, tl.max(tl.where(own, z, -float("inf")), 1), mask=here)
         z = tl.where(own | (offs_v >= V)[None, :], -float("inf"), z)
-    s = tl.sum(tl.exp2(z * LOG2E - reference[:, None]), 1)
+    s = tl.sum(tl.exp2(z * log2e - reference[:, None]), 1)
     if tl.max(s, 0) > LARGE:
-        moved = tl.maximum(reference, tl.max(z, 1) * LOG2E)
+        moved = tl.maximum(reference, tl.max(z, 1) * log2e)
         exp_sum = exp_sum * tl.exp2(reference - moved)
-        s = tl.sum(tl.exp2(z * LOG2E - moved[:, None]), 1)
+        s = tl.sum(tl.exp2(z * log2e - moved[:, None]), 1)
         reference = moved
     exp_sum += s
     if NEED_MAXIMA:
@@ -112,29 +118,26 @@ def starting_reference(Reference, offs_n, in_n):
 # the cap's slope, the sum does not.
 @triton.jit
 def kept_exponentials(
-    z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V, softcap,
-    BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    z, reference, exp_sum, Bias, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V, softcap,
+    BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """(w [BLOCK_N, BLOCK_V], reference, exp_sum, whether a reference may have moved)."""
-    z = add_bias(z, Bias, offs_v, V, HAS_BIAS)
-    if HAS_SOFTCAP:
-        z = softcap * tanh(z / softcap)
+    z, log2e = with_bias_and_cap(z, Bias, offs_v, V, softcap, HAS_BIAS, HAS_SOFTCAP, GAIN)
     if v0 + BLOCK_V > V:
         # A store keeps the compiler from making selections of the branch, for every tile.
         store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
         z = tl.where((offs_v < V)[None, :], z, -float("inf"))
     here = (code >= v0) & (code < v0 + BLOCK_V)
-    top = tl.max(z, 1) * LOG2E
+    top = tl.max(z, 1) * log2e
     far = top - reference > FAR
     seldom = tl.max((here | far).to(tl.int32), 0) != 0
     if seldom:
-        own = offs_v[None, :] == code[:, None]
-        tl.store(Target + offs_n, tl.max(tl.where(own, z, -float("inf")), 1), mask=here)
-        z = tl.where(own, -float("inf"), z)
+        tl.debug_barrier()
+        z = tl.where(offs_v[None, :] == code[:, None], -float("inf"), z)
         moved = tl.where(far, top, reference)
         exp_sum *= tl.exp2(reference - moved)
         reference = moved
-    w = tl.exp2(z * LOG2E - reference[:, None])
+    w = tl.exp2(z * log2e - reference[:, None])
     exp_sum += tl.sum(w, 1)
     if HAS_SOFTCAP:
         t = tl.where(w == 0, 0.0, z / softcap)  # where w is 0, z may be -inf
@@ -149,15 +152,13 @@ def kept_exponentials(
 def logit_gradients(
     z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, offs_v, v0, V, softcap, smoothing, uniform,
     BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DLSE: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr,
+    HAS_SMOOTHING: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """G [BLOCK_N, BLOCK_V] fp32; 0 for ignored tokens."""
     active = code != IGNORED_CODE
-    z = add_bias(z, Bias, offs_v, V, HAS_BIAS)
-    if HAS_SOFTCAP:
-        z = softcap * tanh(z / softcap)
+    z, log2e = with_bias_and_cap(z, Bias, offs_v, V, softcap, HAS_BIAS, HAS_SOFTCAP, GAIN)
     lse2 = tl.load(Lse + offs_n, mask=in_n, other=0.0) * LOG2E
-    g = tl.exp2(z * LOG2E - lse2[:, None])
+    g = tl.exp2(z * log2e - lse2[:, None])
     # What needs to be compared with the target's column is done only where a target lies in the tile, or an ignored token.
     here = (code >= v0) & (code < v0 + BLOCK_V)
     seldom = tl.max(tl.where(active, here.to(tl.int32), 2), 0)

@@ -30,13 +30,12 @@ from cce.tiles import architecture, logits_tile
 # TileReference begin with these.
 @triton.jit
 def _exponentials_kernel(
-    E, C, W, Bias, Codes, Reference, Target, Part, TileReference, N, V, softcap, splits, first_n,
+    E, C, W, Bias, Codes, Reference, Part, TileReference, N, V, softcap, splits, first_n,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     Codes += first_n
     Reference += first_n
-    Target += first_n
     tile_n, split = grouped(tl.program_id(0), tl.cdiv(N, BLOCK_N), splits, GROUP)
     n0 = tile_n * BLOCK_N
     offs_n = n0 + tl.arange(0, BLOCK_N)
@@ -49,8 +48,8 @@ def _exponentials_kernel(
         v0 = tile_v * BLOCK_V
         z = raw_logits(E, C, first_n + n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
         w, reference, exp_sum, seldom = kept_exponentials(
-            z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), tile_v,
-            v0, N, V, softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP,
+            z, reference, exp_sum, Bias, TileReference, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), tile_v, v0, N, V,
+            softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, 1.0,
         )  # fmt: skip
         store_tile(W, w, n0, v0, BLOCK_N, BLOCK_V)
         store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
@@ -176,7 +175,6 @@ def _tokens_kernel(
 
 def exponentials(
     problem: Problem,
-    reference_N: torch.Tensor,
     target_N: torch.Tensor,
     w_nV: torch.Tensor,
     scaled_e: torch.Tensor | None,
@@ -187,15 +185,14 @@ def exponentials(
     """Two kernels to launch one after the other, with the first token of a chunk: they fill w_nV [n, V] bf16, scaled_e [n, D]
     and the chunk's part of tokens = (nll, lse, scale, own), each [N] fp32, of _tokens_kernel.
 
-    reference_N: the target's logit, not necessarily to the last bit; target_N comes with the same numbers, which stay where a
-    token has no target. parts [splits, n] and tile_references [tiles of classes, n]: fp32 scratch.
+    target_N: of target_logit.py, where references start. parts [splits, n] and tile_references [tiles of classes, n]: fp32 scratch.
     """
     e_ND, c_VD, bias_V, codes_N, dloss, softcap, z_loss = problem
     D, (n, V), arch = e_ND.shape[1], w_nV.shape, architecture(e_ND.device, e_ND.dtype)
     tile = logits_tile(e_ND.dtype, D, arch, stored=True)
     splits, tiles_v = parts.shape[0], triton.cdiv(V, tile.columns)
     arguments = (
-        bias_V, codes_N, reference_N, target_N, parts, tile_references, n, V, softcap or 1.0, splits,
+        bias_V, codes_N, target_N, parts, tile_references, n, V, softcap or 1.0, splits,
     )  # fmt: skip
     flags = dict(HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None)
     if arch == "hopper":

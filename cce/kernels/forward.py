@@ -6,7 +6,7 @@ import triton.language as tl
 
 from cce.kernels.epilogues import IGNORED_CODE, LN2, LOWEST, add_exponentials
 from cce.kernels.logits import addressable, descriptor, grouped, precision, raw_logits
-from cce.targets import OUT_OF_RANGE
+from cce.kernels.target_logit import target_logit
 from cce.tiles import (
     PARTIALS_BYTES,
     Architecture,
@@ -23,7 +23,7 @@ from cce.tiles import (
 # second kernel in a fixed order: two runs give the same bits.
 @triton.jit
 def _log_sum_exp_kernel(
-    E, C, Bias, Codes, Target, Part, PartTotal, TileMaxima, N, V, softcap, splits,
+    E, C, Bias, Codes, Part, PartTotal, TileMaxima, N, V, softcap, splits,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, NEED_TOTAL: tl.constexpr, NEED_MAXIMA: tl.constexpr,
     MAXIMA_V: tl.constexpr, PRECISION: tl.constexpr,
@@ -45,8 +45,8 @@ def _log_sum_exp_kernel(
         v0 = tile_v * BLOCK_V
         z = raw_logits(E, C, n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
         reference, exp_sum, total = add_exponentials(
-            z, reference, exp_sum, total, Bias, Target, TileMaxima, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), v0,
-            N, V, softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V,
+            z, reference, exp_sum, total, Bias, TileMaxima, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), v0, N, V,
+            softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V, 1.0,
         )  # fmt: skip
     out = tl.cast(split, tl.int64) * N + offs_n
     tl.store(Part + out, reference + tl.log2(exp_sum), mask=in_n)
@@ -84,8 +84,7 @@ def _log_sum_exp(e_ND, c_VD, bias_V, codes_N, softcap, need_mean, maxima, arch: 
     total = torch.empty_like(part) if need_mean else None
     rest_N = torch.empty(N, dtype=torch.float32, device=device)
     mean_N = torch.zeros(N, dtype=torch.float32, device=device)
-    target_N = torch.zeros(N, dtype=torch.float32, device=device).masked_fill_(codes_N == OUT_OF_RANGE, float("nan"))
-    arguments = (bias_V, codes_N, target_N, part, total, maxima, N, V, softcap or 1.0, splits)
+    arguments = (bias_V, codes_N, part, total, maxima, N, V, softcap or 1.0, splits)
     flags = dict(
         HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None, NEED_TOTAL=need_mean,
         NEED_MAXIMA=maxima is not None, MAXIMA_V=filter_tile(arch)[1],
@@ -104,7 +103,7 @@ def _log_sum_exp(e_ND, c_VD, bias_V, codes_N, softcap, need_mean, maxima, arch: 
     _merge_kernel[(triton.cdiv(N, block),)](
         part, total, rest_N, mean_N, N, V, splits, BLOCK_N=block, NEED_TOTAL=need_mean
     )
-    return rest_N, target_N, mean_N
+    return rest_N, mean_N
 
 
 def forward_parts(
@@ -128,5 +127,7 @@ def forward_parts(
         empty = torch.empty(0, dtype=torch.float32, device=e_ND.device)
         return empty, empty.clone(), empty.clone(), maxima
     e_ND, c_VD = addressable(e_ND), addressable(c_VD)
-    parts = _log_sum_exp(e_ND, c_VD, bias_V, codes_N, softcap, need_mean, maxima if need_maxima else None, arch)
-    return *parts, maxima
+    rest_N, mean_N = _log_sum_exp(
+        e_ND, c_VD, bias_V, codes_N, softcap, need_mean, maxima if need_maxima else None, arch
+    )
+    return rest_N, target_logit(e_ND, c_VD, bias_V, codes_N, softcap), mean_N, maxima

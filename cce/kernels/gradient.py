@@ -36,7 +36,7 @@ def _logit_gradient_kernel(
         z = raw_logits(E, C, n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
         g = logit_gradients(
             z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), v0, V, softcap, smoothing,
-            uniform, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING,
+            uniform, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING, 1.0,
         )  # fmt: skip
     if NEED_BIAS:
         offs_w = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)

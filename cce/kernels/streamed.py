@@ -35,13 +35,12 @@ def streamed(
     room = None if dc_VD is None else dc_VD.view(-1).view(torch.float32)
     if room is None or room.numel() < splits * chunk * D:
         room = torch.empty(splits * chunk * D, **f32)
-    reference_N = target_logit(problem.e_ND, problem.c_VD, problem.bias_V, problem.codes_N, problem.softcap)
-    target_N = reference_N.clone()
+    target_N = target_logit(problem.e_ND, problem.c_VD, problem.bias_V, problem.codes_N, problem.softcap)
 
     def steps(n: int) -> Callable[[int], None]:
         """step(first): the work on tokens first to first + n."""
         x_snD = room[: splits * n * D].view(splits, n, D)
-        product = hopper.hidden_product(problem, reference_N, target_N, x_snD, parts, references)
+        product = hopper.hidden_product(problem, target_N, x_snD, parts, references)
         of_tokens = streamed_tokens(problem, target_N, x_snD, parts, references, tuple(tokens), de_ND)
 
         def step(first: int) -> None:

@@ -8,7 +8,6 @@ that a gradient in bf16 can have. Rows go to accumulation.jsonl, the table to ac
 Needs a GPU, or TRITON_INTERPRET=1 and a tiny shape.
 """
 
-import argparse
 import math
 import sys
 from pathlib import Path
@@ -18,16 +17,15 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch  # noqa: E402
-from measuring import free_memory  # noqa: E402
-from problems import KINDS, NAMED, Shape, check_problem, parse_shape, problem  # noqa: E402
-from reference import Reference, reference, relative_error  # noqa: E402
+from problems import Shape  # noqa: E402
+from reference import reference, relative_error  # noqa: E402
+from study import study  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from cce import operators  # noqa: E402
 from cce.presets import Accumulation  # noqa: E402
 from cce.targets import encode_targets  # noqa: E402
-from training.provenance import machine, provenance  # noqa: E402
-from training.results import markdown_table, read_rows, write_rows  # noqa: E402
+from training.results import markdown_table  # noqa: E402
 
 CHUNKS = 8
 GRANULE = 128  # tokens that a chunk is a multiple of
@@ -43,9 +41,10 @@ def gradient(e: Tensor, c: Tensor, codes: Tensor, accumulation: Accumulation) ->
     return dc_VD
 
 
-def errors(shape: Shape, e: Tensor, c: Tensor, targets: Tensor, truth: Reference) -> list[dict]:
+def errors(shape: Shape, e: Tensor, c: Tensor, targets: Tensor) -> list[dict]:
     """A row for each accumulation."""
     e, c = e.detach(), c.detach()
+    truth = reference(e, c, targets)
     codes = encode_targets(targets, -100, 0, shape.vocabulary, False)
     return [
         {
@@ -80,39 +79,11 @@ def table(rows: list[dict]) -> str:
     )
 
 
-def main(command_line: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=[*NAMED], metavar="SHAPE", help=f"{', '.join(NAMED)} or NxDxV")
-    parser.add_argument("--kinds", nargs="+", default=["trained"], metavar="KIND", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder of the results (default: results/loss_heads/<machine>)")
-    args = parser.parse_args(command_line)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        shapes = [parse_shape(text) for text in args.shapes]
-        for shape in shapes:
-            for kind in args.kinds:
-                check_problem(shape, kind)
-    except ValueError as error:
-        parser.error(str(error))
-    if not operators.runs_kernels(torch.empty(0, device=device)):
-        parser.error("no GPU here: chunks are walked by kernels (TRITON_INTERPRET=1 runs them on a CPU, slowly)")
-    folder = args.out or ROOT / "results" / "loss_heads" / machine()
-    path = folder / "accumulation.jsonl"
-    rows = read_rows(path) if path.exists() else []
-    for shape in shapes:
-        for kind in args.kinds:
-            e, c, targets = problem(shape, kind, args.seed, device)
-            of = {"shape": shape.name, "kind": kind}
-            found = errors(shape, e, c, targets, reference(e, c, targets))
-            free_memory(device)
-            source = provenance(args.seed)
-            rows = [row for row in rows if (row["shape"], row["kind"]) != (shape.name, kind)]
-            rows += [{**of, **row, "provenance": source} for row in found]
-            write_rows(path, rows)
-            (folder / "accumulation.md").write_text(table(rows))
-            print(table([row for row in rows if (row["shape"], row["kind"]) == (shape.name, kind)]), flush=True)
+def obstacle(device: torch.device) -> str | None:
+    if operators.runs_kernels(torch.empty(0, device=device)):
+        return None
+    return "no GPU here: chunks are walked by kernels (TRITON_INTERPRET=1 runs them on a CPU, slowly)"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    study("accumulation", __doc__, sys.argv[1:], ["trained"], obstacle, errors, table)

@@ -113,6 +113,34 @@ ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("kind", ["confident", "led by one component"])
+def test_what_tensor_cores_cut_off_is_made_up_for(kind):
+    """Sums of 4096 products lose 4e-6 of a logit, always toward zero: 1e-4 of a small loss, were it not for the gain, and for the
+    target's logit from fp32 sums. One large component makes all sums large from their start or at their end: 3e-6 of the loss,
+    were it not for every other tile's sum to go backward."""
+    n, d, v = 2048, 4096, 8192
+    generator = torch.Generator("cuda").manual_seed(0)
+    c = torch.randn(v, d, device="cuda", generator=generator) / math.sqrt(d)
+    e = 0.7 * torch.randn(n, d, device="cuda", generator=generator)
+    targets = torch.randint(0, v, (n,), device="cuda", generator=generator)
+    if kind == "confident":
+        e += 22 * c[targets]
+    else:
+        e += 7 * c[targets]
+        e[:, 0], c[:, 0] = 4, -3 * torch.rand(v, device="cuda", generator=generator)
+    e, c = e.to(BF16), c.to(BF16)
+    z = e.double() @ c.double().T
+    own = z.gather(1, targets[:, None])
+    rest = z.scatter(1, targets[:, None], -math.inf).logsumexp(1, keepdim=True)
+    expected = float(torch.logaddexp(rest - own, torch.zeros_like(rest)).mean())
+    for workspace_mib in (None, 1000):
+        with torch.set_grad_enabled(workspace_mib is not None):  # with gradients and memory in one pass
+            inputs = e.clone().requires_grad_(), c.clone().requires_grad_()
+            loss = cce.linear_cross_entropy(*inputs, targets, impl="cce_exact", workspace_mib=workspace_mib)
+        assert abs(float(loss) / expected - 1) < 1e-6
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
     "n,d,v,softcap,bias",
     [

@@ -13,6 +13,7 @@ from cce.kernels.hopper.pipeline import (
     TOKENS,
     begin_logits,
     end_logits,
+    gain,
     item_at,
     logits,
     logits_layout,
@@ -29,7 +30,7 @@ from cce.tiles import Tile
 
 @gluon.jit
 def _exponentials_consumer(
-    shared, out_tiles, W, Bias, Codes, Reference, Target, Part, TileReference, N, V, softcap, splits, half: gl.constexpr,
+    shared, out_tiles, W, Bias, Codes, Reference, Part, TileReference, N, V, softcap, splits, half: gl.constexpr,
     STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     CLASSES: gl.constexpr = shared[1].type.shape[1]
@@ -52,8 +53,8 @@ def _exponentials_consumer(
             else:
                 z, stage, phase = logits(shared, stage, phase, half, STEPS, KEEP)
             w, reference, exp_sum, seldom = kept_exponentials(
-                z, reference, exp_sum, Bias, Target, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V,
-                softcap, CLASSES, HAS_BIAS, HAS_SOFTCAP,
+                z, reference, exp_sum, Bias, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V, softcap,
+                CLASSES, HAS_BIAS, HAS_SOFTCAP, gain(STEPS),
             )  # fmt: skip
             if KEEP:
                 z = end_logits(shared, following, stage, STEPS)
@@ -67,19 +68,18 @@ def _exponentials_consumer(
 # cce/kernels/exponentials.py says what it computes.
 @gluon.jit
 def _exponentials_kernel(
-    E, C, W, Bias, Codes, Reference, Target, Part, TileReference, N, V, softcap, splits, first_n,
+    E, C, W, Bias, Codes, Reference, Part, TileReference, N, V, softcap, splits, first_n,
     STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     Codes += first_n
     Reference += first_n
-    Target += first_n
     shared = shared_memory(E, C, STEPS, KEEP)
     out_tiles = gl.allocate_shared_memory(W.dtype, [4, ROWS, STORED], W.layout)
     gl.warp_specialize(
         [
-            (_exponentials_consumer, (shared, out_tiles, W, Bias, Codes, Reference, Target, Part, TileReference, N, V,
+            (_exponentials_consumer, (shared, out_tiles, W, Bias, Codes, Reference, Part, TileReference, N, V,
                                       softcap, splits, 0, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP)),
-            (_exponentials_consumer, (shared, out_tiles, W, Bias, Codes, Reference, Target, Part, TileReference, N, V,
+            (_exponentials_consumer, (shared, out_tiles, W, Bias, Codes, Reference, Part, TileReference, N, V,
                                       softcap, splits, 1, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP)),
             (produce, (E, C, shared, Codes, N, V, first_n, 0, splits, STEPS, KEEP, False, KEEP)),
         ],

@@ -13,6 +13,7 @@ from cce.kernels.hopper.pipeline import (
     TOKENS,
     begin_logits,
     end_logits,
+    gain,
     item_at,
     logits,
     logits_layout,
@@ -52,7 +53,7 @@ def _gradient_consumer(
                     z, stage, phase = logits(shared, stage, phase, half, STEPS, KEEP)
                 g = logit_gradients(
                     z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, offs_v, v0, V, softcap, smoothing, uniform,
-                    CLASSES, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING,
+                    CLASSES, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING, gain(STEPS),
                 )  # fmt: skip
                 if KEEP:
                     z = end_logits(shared, following, stage, STEPS)

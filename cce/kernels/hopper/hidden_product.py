@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from cce.kernels.epilogues import kept_exponentials, starting_reference, store_reference
 from cce.kernels.hopper.host import LAUNCH, programs
-from cce.kernels.hopper.pipeline import ROWS, TOKENS, after, logits_layout, part_at, rows_of
+from cce.kernels.hopper.pipeline import DEPTH, ROWS, TOKENS, after, gain, logits_layout, part_at, rows_of
 from cce.kernels.hopper.streaming import (
     COLUMNS,
     STAGES,
@@ -30,7 +30,7 @@ from cce.kernels.problem import Problem
 
 @gluon.jit
 def _product_consumer(
-    shared, X, Bias, Codes, Reference, Target, Part, LastReference, N, V, softcap, splits,
+    shared, X, Bias, Codes, Reference, Part, LastReference, N, V, softcap, splits,
     half: gl.constexpr, D: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     KD: gl.constexpr = shared[1].type.shape[2]
@@ -53,8 +53,8 @@ def _product_consumer(
             z, x = begin_tile(shared, half, stage, phase, operand, x, tile_v, first)
             before = reference
             w, reference, exp_sum, seldom = kept_exponentials(
-                z, reference, exp_sum, Bias, Target, LastReference, code, offs_n, in_n, offs_v, split, v0, N, V,
-                softcap, COLUMNS, HAS_BIAS, HAS_SOFTCAP,
+                z, reference, exp_sum, Bias, LastReference, code, offs_n, in_n, offs_v, split, v0, N, V, softcap,
+                COLUMNS, HAS_BIAS, HAS_SOFTCAP, gain(KD // DEPTH),
             )  # fmt: skip
             x = end_tile(shared, stage, x, tile_v, first)
             if seldom:
@@ -72,18 +72,17 @@ def _product_consumer(
 # 2^-LastReference [splits, N], the reference of the split's last tile. w is rounded to e's dtype as an operand.
 @gluon.jit
 def _hidden_product_kernel(
-    E, C, X, Bias, Codes, Reference, Target, Part, LastReference, N, V, softcap, splits, first_n,
+    E, C, X, Bias, Codes, Reference, Part, LastReference, N, V, softcap, splits, first_n,
     D: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     Codes += first_n
     Reference += first_n
-    Target += first_n
     shared = shared_memory(E, C)
     gl.warp_specialize(
         [
-            (_product_consumer, (shared, X, Bias, Codes, Reference, Target, Part, LastReference, N, V, softcap, splits, 0,
+            (_product_consumer, (shared, X, Bias, Codes, Reference, Part, LastReference, N, V, softcap, splits, 0,
                                  D, HAS_BIAS, HAS_SOFTCAP)),
-            (_product_consumer, (shared, X, Bias, Codes, Reference, Target, Part, LastReference, N, V, softcap, splits, 1,
+            (_product_consumer, (shared, X, Bias, Codes, Reference, Part, LastReference, N, V, softcap, splits, 1,
                                  D, HAS_BIAS, HAS_SOFTCAP)),
             (stream, (E, C, shared, N, V, first_n, splits)),
         ],
@@ -94,7 +93,6 @@ def _hidden_product_kernel(
 
 def hidden_product(
     problem: Problem,
-    reference_N: torch.Tensor,
     target_N: torch.Tensor,
     x_snD: torch.Tensor,
     parts: torch.Tensor,
@@ -102,7 +100,7 @@ def hidden_product(
 ) -> Launch:
     """launch(first): fill x_snD [splits, n, D] and parts and references [splits, n], all fp32 and contiguous, for n tokens.
 
-    reference_N, target_N: as for cce/kernels/exponentials.py: exponentials.
+    target_N: as for cce/kernels/exponentials.py: exponentials.
     """
     e_ND, c_VD, bias_V, codes_N, _, softcap, _ = problem
     splits, n, D = x_snD.shape
@@ -110,7 +108,7 @@ def hidden_product(
         _hidden_product_kernel,
         programs(n, splits, e_ND.device),
         (
-            *operands(e_ND, c_VD), x_snD, bias_V, codes_N, reference_N, target_N, parts, references, n, c_VD.shape[0],
+            *operands(e_ND, c_VD), x_snD, bias_V, codes_N, target_N, parts, references, n, c_VD.shape[0],
             softcap or 1.0, splits,
         ),
         dict(D=D, HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None),

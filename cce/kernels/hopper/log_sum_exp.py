@@ -9,6 +9,7 @@ from cce.kernels.hopper.host import LAUNCH, operands, walk
 from cce.kernels.hopper.pipeline import (
     ROWS,
     TOKENS,
+    gain,
     item_at,
     logits,
     logits_layout,
@@ -23,7 +24,7 @@ from cce.tiles import Tile
 
 @gluon.jit
 def _sum_consumer(
-    shared, Bias, Codes, Target, Part, PartTotal, TileMaxima, N, V, softcap, splits, half: gl.constexpr,
+    shared, Bias, Codes, Part, PartTotal, TileMaxima, N, V, softcap, splits, half: gl.constexpr,
     STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     NEED_TOTAL: gl.constexpr, NEED_MAXIMA: gl.constexpr, MAXIMA_V: gl.constexpr,
 ):  # fmt: skip
@@ -45,8 +46,8 @@ def _sum_consumer(
             offs_v = v0 + gl.arange(0, CLASSES, layout=of_columns)
             z, stage, phase = logits(shared, stage, phase, half, STEPS, KEEP)
             reference, exp_sum, total = add_exponentials(
-                z, reference, exp_sum, total, Bias, Target, TileMaxima, code, offs_n, in_n, offs_v, v0, N, V, softcap,
-                CLASSES, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V,
+                z, reference, exp_sum, total, Bias, TileMaxima, code, offs_n, in_n, offs_v, v0, N, V, softcap, CLASSES,
+                HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V, gain(STEPS),
             )  # fmt: skip
         tokens_are_read(shared, busy, KEEP)
         out = split.to(gl.int64) * N + offs_n
@@ -58,16 +59,16 @@ def _sum_consumer(
 # cce/kernels/forward.py says what it computes.
 @gluon.jit
 def _log_sum_exp_kernel(
-    E, C, Bias, Codes, Target, Part, PartTotal, TileMaxima, N, V, softcap, splits,
+    E, C, Bias, Codes, Part, PartTotal, TileMaxima, N, V, softcap, splits,
     STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
     NEED_TOTAL: gl.constexpr, NEED_MAXIMA: gl.constexpr, MAXIMA_V: gl.constexpr,
 ):  # fmt: skip
     shared = shared_memory(E, C, STEPS, KEEP)
     gl.warp_specialize(
         [
-            (_sum_consumer, (shared, Bias, Codes, Target, Part, PartTotal, TileMaxima, N, V, softcap, splits, 0, STEPS,
+            (_sum_consumer, (shared, Bias, Codes, Part, PartTotal, TileMaxima, N, V, softcap, splits, 0, STEPS,
                              KEEP, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V)),
-            (_sum_consumer, (shared, Bias, Codes, Target, Part, PartTotal, TileMaxima, N, V, softcap, splits, 1, STEPS,
+            (_sum_consumer, (shared, Bias, Codes, Part, PartTotal, TileMaxima, N, V, softcap, splits, 1, STEPS,
                              KEEP, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V)),
             (produce, (E, C, shared, Codes, N, V, 0, 0, splits, STEPS, KEEP, True, False)),
         ],
