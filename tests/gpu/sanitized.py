@@ -62,6 +62,7 @@ def main() -> None:
     for chunk in ((128, "fp32"), (128, "kahan")):
         check(300, 256, 1000, torch.bfloat16, "cce_exact", chunk=chunk, upstream=3.0)
         check(300, 1024, 1000, torch.bfloat16, "cce_exact", chunk=chunk)  # wide tiles
+        check(300, 1024, 1000, torch.bfloat16, "cce_exact", chunk=chunk, scale=200.0)
         check(300, 72, 1001, torch.bfloat16, "cce_exact", chunk=chunk, softcap=3.0, z_loss=1e-2)
         check(300, 64, 1000, torch.bfloat16, "cce_exact", chunk=chunk, scale=200.0)  # references move
     for d, scale in ((256, 1.0), (72, 1.0), (64, 200.0)):  # sums in registers, on Hopper

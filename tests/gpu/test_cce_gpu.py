@@ -140,6 +140,24 @@ def test_what_tensor_cores_cut_off_is_made_up_for(kind):
         assert abs(float(loss) / expected - 1) < 1e-6
 
 
+@pytest.mark.parametrize("d", [64, 1000])
+@pytest.mark.parametrize("accumulation", ["fp32", "kahan"])
+def test_one_pass_where_some_logits_lie_far_above_the_target(monkeypatch, d, accumulation):
+    """References move in some tiles of tokens and of classes, and not in others; for ignored tokens, too."""
+    e, c, targets, _ = on_gpu(700, d, 5001, BF16, ignored=0.1)
+    with torch.no_grad():
+        e[130:200] *= 150
+        e[500] *= 1000
+        e[targets == -100] *= 50
+    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (256, accumulation))
+    loss = cce.linear_cross_entropy(e, c, targets, impl="cce_exact")
+    exact = [tensor.detach().double().requires_grad_() for tensor in (e, c)]
+    expected, _ = formula(*exact, targets)
+    assert abs(loss.item() / expected.item() - 1) < 1e-6
+    for own, reference in zip(gradients(loss, [e, c]), gradients(expected, exact)):
+        assert relative(own, reference) < 4e-3
+
+
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize(
     "n,d,v,softcap,bias",
