@@ -18,9 +18,9 @@ def _sum_kernel(E):
         [40],
     )
 """  # a kernel whose def is line 8, its dispatch lines 10 to 14
-PLAIN = "\n" * 11 + "@triton.jit\ndef _kernel(E):\n    z = tl.zeros((16,))\n"  # its line 13 and 14 hold code
+PLAIN = "\n" * 11 + "@triton.jit\ndef {}(E):\n    z = tl.zeros((16,))\n"  # its lines 13 and 14 hold code
 SOURCES = [("sums.py", HOPPER), (PROGRAM.name, PROGRAM.read_text())]
-CONTROL_LINE = min(line for name, line in dispatches(SOURCES) if name == PROGRAM.name)
+CONTROL_LINE = min(line for _, name, line in dispatches(SOURCES) if name == PROGRAM.name)
 
 
 def record(kernel, file, *lines):
@@ -53,16 +53,18 @@ def test_only_accesses_in_the_dispatch_pass():
     assert counts(CONTROLLED, record("_sum_kernel", "sums.py", 10, 9)) == [1, 1]
     assert counts(CONTROLLED, record("_sum_kernel", "sums.py", 4, 10)) == [1, 1]
     assert counts(CONTROLLED, record("_sum_kernel", "other.py", 10, 10)) == [1, 1]
+    assert counts(CONTROLLED, record("_other_kernel", "sums.py", 10, 10)) == [1, 1]
 
 
 def test_without_the_control_all_count():
     assert counts(record("_sum_kernel", "sums.py", 10, 14)) == [1, 0]
 
 
-def test_a_line_that_is_code_in_a_file_of_the_same_name_counts():
-    sources = [*SOURCES, ("sums.py", PLAIN)]
+@pytest.mark.parametrize("function,count", [("_sum_kernel", 1), ("log1p", 1), ("_tokens_kernel", 0)])
+def test_a_line_that_may_be_the_kernels_code_in_a_file_of_the_same_name_counts(function, count):
+    sources = [*SOURCES, ("sums.py", PLAIN.format(function))]
     assert counts(CONTROLLED, record("_sum_kernel", "sums.py", 10, 12), sources=sources) == [0, 2]
-    assert counts(CONTROLLED, record("_sum_kernel", "sums.py", 10, 14), sources=sources) == [1, 1]
+    assert counts(CONTROLLED, record("_sum_kernel", "sums.py", 10, 14), sources=sources) == [count, 2 - count]
 
 
 def test_records_of_another_form_count():

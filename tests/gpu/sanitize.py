@@ -16,30 +16,35 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests/gpu/sanitized.py"
 LAST_WORDS = "every kernel ran"  # of PROGRAM
 CONTROL = "_dispatch_kernel"  # its first kernel
-ACCESS = re.compile(r"(?:Read|Write) access at .* in (?:\S*/)?(\S+):(\d+)")
+ACCESS = re.compile(r"(?:Read|Write) access at (\w+)\+0x[0-9a-f]+ in (?:\S*/)?(\S+):(\d+)")
 
 
-def dispatches(sources: list[tuple[str, str]]) -> set[tuple[str, int]]:
-    """(file name, line) of what a kernel's dispatch is said to lie in: the line of its def, the lines of its call of warp_specialize.
+def dispatches(sources: list[tuple[str, str]]) -> set[tuple[str, str, int]]:
+    """(kernel, file name, line) of what a kernel's dispatch is said to lie in: the line of its def, the lines of its call of
+    warp_specialize.
 
-    Not of lines that hold code of a kernel in another file of that name. sources: (file name, text).
+    Not of lines that in another file of that name hold code that may be the kernel's: its own or that of a function without "kernel"
+    at the end of its name. sources: (file name, text).
     """
     found, code = set(), set()
     for name, text in sources:
         functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
         for function in functions:
-            if not any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
-                continue
             calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
             of_dispatch = {
-                (name, line)
+                line
                 for call in calls
                 if getattr(call.func, "attr", None) == "warp_specialize"
                 for line in (function.lineno, *range(call.lineno, call.end_lineno + 1))
             }
-            found |= of_dispatch
-            code |= {(name, line) for line in range(function.lineno, function.end_lineno + 1)} - of_dispatch
-    return found - code
+            found |= {(function.name, name, line) for line in of_dispatch}
+            kernel = function.name if function.name.endswith("kernel") else None
+            code |= {
+                (kernel, name, line)
+                for line in range(function.lineno, function.end_lineno + 1)
+                if line not in of_dispatch
+            }
+    return {place for place in found if place not in code and (None, *place[1:]) not in code}
 
 
 def judge(report: str, sources: list[tuple[str, str]]) -> tuple[list[str], list[str]]:
@@ -52,7 +57,7 @@ def judge(report: str, sources: list[tuple[str, str]]) -> tuple[list[str], list[
 
     def of_dispatch(record: str) -> bool:
         accesses = [ACCESS.search(line) for line in record.splitlines()]
-        return all(access and (access[1], int(access[2])) in places for access in accesses)
+        return all(access and (access[1], access[2], int(access[3])) in places for access in accesses)
 
     excused = [record for record in records if of_dispatch(record)]
     if not any(CONTROL in record for record in excused):

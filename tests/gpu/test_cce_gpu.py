@@ -193,7 +193,8 @@ def test_hopper_and_plain_kernels_agree(monkeypatch, n, d, v, softcap, bias):
             of_arch[way] = (loss.detach(), *gradients(loss, [e, c]))
     for way, ours in results["hopper"].items():
         for a, b in zip(ours, results["other"][way]):
-            assert relative(a, b) < 1e-4, (way, relative(a, b))
+            # Logits differ by what is made up for on Hopper: some roundings to bf16, of 2e-3 each, turn over.
+            assert relative(a, b) < 3e-4, (way, relative(a, b))
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
