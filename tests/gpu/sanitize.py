@@ -30,6 +30,8 @@ def dispatches(sources: list[tuple[str, str]]) -> set[tuple[str, str, int]]:
     for name, text in sources:
         functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
         for function in functions:
+            if not any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
+                continue
             calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
             of_dispatch = {
                 line
