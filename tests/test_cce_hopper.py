@@ -18,7 +18,7 @@ from cce.kernels import hopper
 
 SHARED_MEMORY = 227 * 1024  # bytes that one program may have
 POINTERS = {
-    "Bias": "bf16", "Codes": "i32", "Told": "i32", "TileMaxima": "fp16", "DC": "bf16",
+    "Bias": "bf16", "Codes": "i32", "TileMaxima": "fp16", "DC": "bf16",
     **dict.fromkeys(("Part", "PartTotal", "Reference", "TileReference", "LastReference", "X"), "fp32"),
     **dict.fromkeys(("Lse", "Expm1", "Dloss", "Dlse", "Shift", "Own"), "fp32"),
 }  # fmt: skip

@@ -114,12 +114,12 @@ def starting_reference(Reference, offs_n, in_n):
 
 
 # As add_exponentials, and w = 2^(z log2e - reference) is kept, 0 for the target. The reference of a token starts at its
-# target's logit, so it is the same in all tiles unless a logit lies FAR above it: then it moves there, if CHECK; else the sum comes
-# out larger than LARGE, or as inf or NaN. With a softcap w carries the cap's slope, the sum does not.
+# target's logit, so it is the same in all tiles unless a logit lies FAR above it: then it moves there. With a softcap w carries
+# the cap's slope, the sum does not.
 @triton.jit
 def kept_exponentials(
     z, reference, exp_sum, Bias, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V, softcap,
-    BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GAIN: tl.constexpr, CHECK: tl.constexpr,
+    BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """(w [BLOCK_N, BLOCK_V], reference, exp_sum, whether a reference may have moved)."""
     z, log2e = with_bias_and_cap(z, Bias, offs_v, V, softcap, HAS_BIAS, HAS_SOFTCAP, GAIN)
@@ -127,19 +127,16 @@ def kept_exponentials(
         # A store keeps the compiler from making selections of the branch, for every tile.
         store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
         z = tl.where((offs_v < V)[None, :], z, -float("inf"))
-    seldom = (code >= v0) & (code < v0 + BLOCK_V)
-    if CHECK:
-        top = tl.max(z, 1) * log2e
-        far = top - reference > FAR
-        seldom |= far
-    seldom = tl.max(seldom.to(tl.int32), 0) != 0
+    here = (code >= v0) & (code < v0 + BLOCK_V)
+    top = tl.max(z, 1) * log2e
+    far = top - reference > FAR
+    seldom = tl.max((here | far).to(tl.int32), 0) != 0
     if seldom:
         tl.debug_barrier()
         z = tl.where(offs_v[None, :] == code[:, None], -float("inf"), z)
-        if CHECK:
-            moved = tl.where(far, top, reference)
-            exp_sum *= tl.exp2(reference - moved)
-            reference = moved
+        moved = tl.where(far, top, reference)
+        exp_sum *= tl.exp2(reference - moved)
+        reference = moved
     w = tl.exp2(z * log2e - reference[:, None])
     exp_sum += tl.sum(w, 1)
     if HAS_SOFTCAP:

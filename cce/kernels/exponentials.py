@@ -1,7 +1,5 @@
 """Exponentials of a chunk of tokens, kept in memory, and per token what makes gradients of them (cce/kernels/chunked.py)."""
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
@@ -51,7 +49,7 @@ def _exponentials_kernel(
         z = raw_logits(E, C, first_n + n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
         w, reference, exp_sum, seldom = kept_exponentials(
             z, reference, exp_sum, Bias, TileReference, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), tile_v, v0, N, V,
-            softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, 1.0, True,
+            softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, 1.0,
         )  # fmt: skip
         store_tile(W, w, n0, v0, BLOCK_N, BLOCK_V)
         store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
@@ -183,8 +181,8 @@ def exponentials(
     parts: torch.Tensor,
     tile_references: torch.Tensor,
     tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
-) -> tuple[Callable[[int], None], Launch]:
-    """What is to be called one after the other, with the first token of a chunk: they fill w_nV [n, V] bf16, scaled_e [n, D]
+) -> tuple[Launch, Launch]:
+    """Two kernels to launch one after the other, with the first token of a chunk: they fill w_nV [n, V] bf16, scaled_e [n, D]
     and the chunk's part of tokens = (nll, lse, scale, own), each [N] fp32, of _tokens_kernel.
 
     target_N: of target_logit.py, where references start. parts [splits, n] and tile_references [tiles of classes, n]: fp32 scratch.

@@ -10,7 +10,9 @@ import ast
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests/gpu/sanitized.py"
@@ -67,26 +69,25 @@ def judge(report: str, sources: list[tuple[str, str]]) -> tuple[list[str], list[
     return [record for record in records if record not in excused], excused
 
 
-def run(tool: str) -> tuple[int, str]:
-    """(exit status, what was said) of the tool, while it says it."""
+def start(tool: str) -> tuple[subprocess.Popen, IO[str]]:
+    """The tool at work, and the file that gets what is said."""
+    said = tempfile.TemporaryFile("w+")
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1", sys.executable, str(PROGRAM)]
-    said = []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        for line in process.stdout:
-            said.append(line)
-            print(line, end="", flush=True)
-    return process.returncode, "".join(said)
+    return subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT), said
 
 
 def main() -> int:
-    status, _ = run("memcheck")
-    if status:
-        return 1
-    _, report = run("racecheck")
+    reports = []
+    for process, said in [start(tool) for tool in ("memcheck", "racecheck")]:  # side by side: they take minutes
+        process.wait()
+        said.seek(0)
+        reports.append((process.returncode, said.read()))
+        print(reports[-1][1], flush=True)
+    (status, _), (_, report) = reports
     kernels = [PROGRAM, *(ROOT / "cce/kernels").rglob("*.py")]
     count, excused = judge(report, [(path.name, path.read_text()) for path in kernels])
     print(f"racecheck: {len(count)} records count; {len(excused)} of the dispatch of specialized warps do not")
-    return int(bool(count))
+    return int(status != 0 or bool(count))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,11 @@
-"""The kept exponentials of cce/kernels/exponentials.py.
-
-To look for logits far above their reference in every tile takes a maximum of all of them before the first exponential. They are as good as
-never there, so, but where tokens are kept, nobody looks (kept_exponentials without CHECK), an item's sums tell at its end, and a
-second launch makes the items again, with the look, whose sums told. It finds none, as a rule, and ends at once.
-"""
-
-from collections.abc import Callable
+"""The kept exponentials of cce/kernels/exponentials.py."""
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from cce.kernels.epilogues import LARGE, kept_exponentials, starting_reference, store_reference
+from cce.kernels.epilogues import kept_exponentials, starting_reference, store_reference
 from cce.kernels.hopper.host import LAUNCH, operands, result, walk
 from cce.kernels.hopper.pipeline import (
     ROWS,
@@ -31,7 +23,6 @@ from cce.kernels.hopper.pipeline import (
     store_rounded,
     tokens_are_read,
     tokens_have_come,
-    told,
 )
 from cce.kernels.launch import Launch
 from cce.tiles import Tile
@@ -39,9 +30,8 @@ from cce.tiles import Tile
 
 @gluon.jit
 def _exponentials_consumer(
-    shared, out_tiles, W, Bias, Codes, Reference, Part, TileReference, Told, N, V, softcap, splits, half: gl.constexpr,
-    STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, CHECK: gl.constexpr,
-    AGAIN: gl.constexpr,
+    shared, out_tiles, W, Bias, Codes, Reference, Part, TileReference, N, V, softcap, splits, half: gl.constexpr,
+    STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     CLASSES: gl.constexpr = shared[1].type.shape[1]
     of_rows: gl.constexpr = gl.SliceLayout(1, logits_layout(CLASSES))
@@ -50,11 +40,6 @@ def _exponentials_consumer(
     for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
         n0, split, first, last, _ = item_at(item, Codes, N, V, splits, CLASSES)
         offs_n, in_n, code = rows_of(n0, Codes, N, half, CLASSES)
-        if AGAIN:
-            again = told(Told, item)
-            in_n &= again
-            if not again:
-                last = first
         reference = starting_reference(Reference, offs_n, in_n)
         exp_sum = gl.full([ROWS], 0.0, gl.float32, of_rows)
         e_phase = tokens_have_come(shared, e_phase, True, KEEP)
@@ -69,7 +54,7 @@ def _exponentials_consumer(
                 z, stage, phase = logits(shared, stage, phase, half, STEPS, KEEP)
             w, reference, exp_sum, seldom = kept_exponentials(
                 z, reference, exp_sum, Bias, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V, softcap,
-                CLASSES, HAS_BIAS, HAS_SOFTCAP, gain(STEPS), CHECK,
+                CLASSES, HAS_BIAS, HAS_SOFTCAP, gain(STEPS),
             )  # fmt: skip
             if KEEP:
                 z = end_logits(shared, following, stage, STEPS)
@@ -77,17 +62,14 @@ def _exponentials_consumer(
             store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
         tokens_are_read(shared, True, KEEP)
         gl.store(Part + split.to(gl.int64) * N + offs_n, reference + gl.log2(exp_sum), mask=in_n)
-        if not CHECK:
-            gl.store(Told + 2 * item + half, 1 - gl.min((exp_sum <= LARGE).to(gl.int32), 0))
     tma.store_wait(0)
 
 
 # cce/kernels/exponentials.py says what it computes.
 @gluon.jit
 def _exponentials_kernel(
-    E, C, W, Bias, Codes, Reference, Part, TileReference, Told, N, V, softcap, splits, first_n,
-    STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, CHECK: gl.constexpr,
-    AGAIN: gl.constexpr,
+    E, C, W, Bias, Codes, Reference, Part, TileReference, N, V, softcap, splits, first_n,
+    STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     Codes += first_n
     Reference += first_n
@@ -95,11 +77,11 @@ def _exponentials_kernel(
     out_tiles = gl.allocate_shared_memory(W.dtype, [4, ROWS, STORED], W.layout)
     gl.warp_specialize(
         [
-            (_exponentials_consumer, (shared, out_tiles, W, Bias, Codes, Reference, Part, TileReference, Told, N, V, softcap,
-                                      splits, 0, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP, CHECK, AGAIN)),
-            (_exponentials_consumer, (shared, out_tiles, W, Bias, Codes, Reference, Part, TileReference, Told, N, V, softcap,
-                                      splits, 1, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP, CHECK, AGAIN)),
-            (produce, (E, C, shared, Codes, Told, N, V, first_n, 0, splits, STEPS, KEEP, False, KEEP, AGAIN)),
+            (_exponentials_consumer, (shared, out_tiles, W, Bias, Codes, Reference, Part, TileReference, N, V,
+                                      softcap, splits, 0, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP)),
+            (_exponentials_consumer, (shared, out_tiles, W, Bias, Codes, Reference, Part, TileReference, N, V,
+                                      softcap, splits, 1, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP)),
+            (produce, (E, C, shared, Codes, N, V, first_n, 0, splits, STEPS, KEEP, False, KEEP)),
         ],
         [4, 1],
         [232, 40],
@@ -108,24 +90,13 @@ def _exponentials_kernel(
 
 def exponentials(
     e_ND: torch.Tensor, c_VD: torch.Tensor, w_nV: torch.Tensor, tile: Tile, arguments: tuple, flags: dict
-) -> Callable[[int], None]:
+) -> Launch:
     """As exponentials.py's _exponentials_kernel; for w_nV's n tokens."""
-    *arguments, n, V, softcap, splits = arguments
-    grid, constants = walk(n, e_ND, splits)
-    told_of = torch.empty(triton.cdiv(n, TOKENS.value) * splits, 2, dtype=torch.int32, device=e_ND.device)
-    arguments = (*operands(e_ND, c_VD, tile), result(w_nV), *arguments, told_of, n, V, softcap, splits)
-
-    def launch(check: bool, again: bool) -> Launch:
-        return Launch(
-            _exponentials_kernel, grid, arguments, {**constants, **flags, "CHECK": check, "AGAIN": again}, **LAUNCH
-        )
-
-    if constants["KEEP"]:
-        return launch(check=True, again=False)
-    unchecked, checked = launch(check=False, again=False), launch(check=True, again=True)
-
-    def both(first: int) -> None:
-        unchecked(first)
-        checked(first)
-
-    return both
+    grid, constants = walk(w_nV.shape[0], e_ND, arguments[-1])
+    return Launch(
+        _exponentials_kernel,
+        grid,
+        (*operands(e_ND, c_VD, tile), result(w_nV), *arguments),
+        {**constants, **flags},
+        **LAUNCH,
+    )

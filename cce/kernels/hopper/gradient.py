@@ -83,7 +83,7 @@ def _logit_gradient_kernel(
             (_gradient_consumer, (shared, out_tiles, G, Bias, Codes, Lse, Expm1, Dloss, Dlse, N, V, first_v, width,
                                   softcap, smoothing, uniform, splits, 1, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE,
                                   HAS_SMOOTHING)),
-            (produce, (E, C, shared, Codes, 0, N, width, 0, first_v, splits, STEPS, KEEP, True, KEEP, False)),
+            (produce, (E, C, shared, Codes, N, width, 0, first_v, splits, STEPS, KEEP, True, KEEP)),
         ],
         [4, 1],
         [232, 40],

@@ -54,7 +54,7 @@ def _product_consumer(
             before = reference
             w, reference, exp_sum, seldom = kept_exponentials(
                 z, reference, exp_sum, Bias, LastReference, code, offs_n, in_n, offs_v, split, v0, N, V, softcap,
-                COLUMNS, HAS_BIAS, HAS_SOFTCAP, gain(KD // DEPTH), True,
+                COLUMNS, HAS_BIAS, HAS_SOFTCAP, gain(KD // DEPTH),
             )  # fmt: skip
             x = end_tile(shared, stage, x, tile_v, first)
             if seldom:

@@ -70,7 +70,7 @@ def _log_sum_exp_kernel(
                              KEEP, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V)),
             (_sum_consumer, (shared, Bias, Codes, Part, PartTotal, TileMaxima, N, V, softcap, splits, 1, STEPS,
                              KEEP, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V)),
-            (produce, (E, C, shared, Codes, 0, N, V, 0, 0, splits, STEPS, KEEP, True, False, False)),
+            (produce, (E, C, shared, Codes, N, V, 0, 0, splits, STEPS, KEEP, True, False)),
         ],
         [4, 1],
         [232, 40],

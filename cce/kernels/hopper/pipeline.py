@@ -98,18 +98,11 @@ def after(stage, phase, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def told(Told, item):
-    """Whether either group's sums told of a logit far above its reference: exponentials.py."""
-    return (gl.load(Told + 2 * item) | gl.load(Told + 2 * item + 1)) != 0
-
-
-@gluon.jit
 def produce(
     E,
     C,
     shared,
     Codes,
-    Told,
     N,
     V,
     first_n,
@@ -119,12 +112,11 @@ def produce(
     KEEP: gl.constexpr,
     SKIP: gl.constexpr,
     AHEAD: gl.constexpr,
-    AGAIN: gl.constexpr,
 ):
     """The operands of every step of every tile of every item, in the order in which they are consumed.
 
     SKIP: the consumers take nothing for items whose tokens are all ignored. AHEAD: they begin with a tile before they end the one
-    before, also behind an item's last: one more comes, which nobody looks at. AGAIN: of items that Told tells of; else it is not read.
+    before, also behind an item's last: one more comes, which nobody looks at.
     """
     e_tiles, c_tiles, full, empty, e_full, e_empty = shared
     STAGES: gl.constexpr = c_tiles.type.shape[0]
@@ -134,9 +126,6 @@ def produce(
         n0, _, first, last, busy = item_at(item, Codes, N, V, splits, CLASSES)
         if SKIP and not busy:
             last = first
-        if AGAIN:
-            if not told(Told, item):
-                last = first
         n0 += first_n
         if KEEP:
             if first < last:
