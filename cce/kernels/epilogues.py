@@ -75,7 +75,7 @@ def add_exponentials(
     """(reference, exp_sum, total) [BLOCK_N] with the tile's part."""
     z, log2e = with_bias_and_cap(z, Bias, offs_v, V, softcap, HAS_BIAS, HAS_SOFTCAP, GAIN)
     if NEED_TOTAL:
-        total += tl.sum(tl.where((offs_v < V)[None, :], z, 0.0), 1)
+        total += tl.sum(tl.where((offs_v < V)[None, :], z, 0.0), 1) * (log2e / LOG2E)
     here = (code >= v0) & (code < v0 + BLOCK_V)
     if (tl.max(here.to(tl.int32), 0) != 0) | (v0 + BLOCK_V > V):
         tl.debug_barrier()

@@ -23,7 +23,7 @@ from cce.kernels.logits import (
     stored_columns,
 )
 from cce.kernels.problem import Problem
-from cce.tiles import architecture, logits_tile
+from cce.tiles import architecture, gain, logits_tile
 
 
 # As the log-sum-exp kernel, and each tile's w is stored: kept_exponentials. For N tokens from the first_n-th on; W, Part and
@@ -32,7 +32,7 @@ from cce.tiles import architecture, logits_tile
 def _exponentials_kernel(
     E, C, W, Bias, Codes, Reference, Part, TileReference, N, V, softcap, splits, first_n,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GAIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     Codes += first_n
     Reference += first_n
@@ -49,7 +49,7 @@ def _exponentials_kernel(
         z = raw_logits(E, C, first_n + n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
         w, reference, exp_sum, seldom = kept_exponentials(
             z, reference, exp_sum, Bias, TileReference, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), tile_v, v0, N, V,
-            softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, 1.0,
+            softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, GAIN,
         )  # fmt: skip
         store_tile(W, w, n0, v0, BLOCK_N, BLOCK_V)
         store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
@@ -209,7 +209,7 @@ def exponentials(
             ),
             dict(
                 D=D, BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_D=tile.depth, GROUP=tile.group, **flags,
-                PRECISION=precision(e_ND.dtype),
+                GAIN=gain(D, e_ND.device, e_ND.dtype), PRECISION=precision(e_ND.dtype),
             ),
             num_warps=tile.warps,
             num_stages=tile.stages,

@@ -12,6 +12,7 @@ from cce.tiles import (
     Architecture,
     architecture,
     filter_tile,
+    gain,
     interpreting,
     logits_tile,
     vocabulary_splits,
@@ -26,7 +27,7 @@ def _log_sum_exp_kernel(
     E, C, Bias, Codes, Part, PartTotal, TileMaxima, N, V, softcap, splits,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, NEED_TOTAL: tl.constexpr, NEED_MAXIMA: tl.constexpr,
-    MAXIMA_V: tl.constexpr, PRECISION: tl.constexpr,
+    MAXIMA_V: tl.constexpr, GAIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile_n, split = grouped(tl.program_id(0), tl.cdiv(N, BLOCK_N), splits, GROUP)
     n0 = tile_n * BLOCK_N
@@ -46,7 +47,7 @@ def _log_sum_exp_kernel(
         z = raw_logits(E, C, n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
         reference, exp_sum, total = add_exponentials(
             z, reference, exp_sum, total, Bias, TileMaxima, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), v0, N, V,
-            softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V, 1.0,
+            softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, NEED_TOTAL, NEED_MAXIMA, MAXIMA_V, GAIN,
         )  # fmt: skip
     out = tl.cast(split, tl.int64) * N + offs_n
     tl.store(Part + out, reference + tl.log2(exp_sum), mask=in_n)
@@ -97,7 +98,7 @@ def _log_sum_exp(e_ND, c_VD, bias_V, codes_N, softcap, need_mean, maxima, arch: 
         _log_sum_exp_kernel[(token_tiles * splits,)](
             descriptor(e_ND, tile.rows, tile.depth), descriptor(c_VD, tile.columns, tile.depth), *arguments,
             D=D, BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_D=tile.depth, GROUP=tile.group, **flags,
-            PRECISION=precision(e_ND.dtype), num_warps=tile.warps, num_stages=tile.stages,
+            GAIN=gain(D, device, e_ND.dtype), PRECISION=precision(e_ND.dtype), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     block = 32 if interpreting() else 128
     _merge_kernel[(triton.cdiv(N, block),)](

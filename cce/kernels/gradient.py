@@ -7,7 +7,7 @@ import triton.language as tl
 from cce.kernels.epilogues import IGNORED_CODE, logit_gradients
 from cce.kernels.launch import Launch
 from cce.kernels.logits import descriptor, grouped, precision, raw_logits, store_tile, stored_columns
-from cce.tiles import Tile, architecture, logits_tile, vocabulary_splits
+from cce.tiles import Tile, architecture, gain, logits_tile, vocabulary_splits
 
 
 # One program makes one tile of G, for `width` classes from first_v on: logit_gradients. G is rounded once, when it is stored.
@@ -20,7 +20,7 @@ def _logit_gradient_kernel(
     N, V, width, stride_bias, stride_kept, softcap, smoothing, uniform, first_v,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    NEED_BIAS: tl.constexpr, NEED_G: tl.constexpr, FILTER: tl.constexpr, PRECISION: tl.constexpr,
+    NEED_BIAS: tl.constexpr, NEED_G: tl.constexpr, FILTER: tl.constexpr, GAIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     tile_n, tile_v = grouped(tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.cdiv(width, BLOCK_V), GROUP)
     n0 = tile_n * BLOCK_N
@@ -36,7 +36,7 @@ def _logit_gradient_kernel(
         z = raw_logits(E, C, n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
         g = logit_gradients(
             z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), v0, V, softcap, smoothing,
-            uniform, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING, 1.0,
+            uniform, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING, GAIN,
         )  # fmt: skip
     if NEED_BIAS:
         offs_w = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -93,7 +93,7 @@ def logit_gradient(
         dict(
             D=D, BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_D=tile.depth, GROUP=tile.group, **flags,
             NEED_BIAS=bias_parts is not None, NEED_G=g_Nw is not None, FILTER=kept is not None,
-            PRECISION=precision(e_ND.dtype),
+            GAIN=gain(D, e_ND.device, e_ND.dtype), PRECISION=precision(e_ND.dtype),
         ),
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -66,13 +66,13 @@ def raw_logits(
 ):  # fmt: skip
     """e_n . c_v of the tile at (n0, v0), in fp32; 0 for rows past N and classes past V.
 
-    The sums of every other tile of classes go backward: cce/kernels/hopper/pipeline.py: gain.
+    The sums of every other tile of classes go backward: cce/tiles.py: sum_gain.
     """
     z = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     backward = (v0 // BLOCK_V) % 2
     for d in tl.range(0, D, BLOCK_D):
-        d += backward * ((D - 1) // BLOCK_D * BLOCK_D - 2 * d)
-        z = dot(E.load([n0, d]), C.load([v0, d]).T, z, PRECISION)
+        at = d + backward * ((D - 1) // BLOCK_D * BLOCK_D - 2 * d)
+        z = dot(E.load([n0, at]), C.load([v0, at]).T, z, PRECISION)
     return z
 
 

@@ -8,7 +8,7 @@ loss that is formed of them in fp64 is compared with that of logits in fp64, ste
 as made            forward, the target's logit among the others
 target apart       its logit from exact sums
 both directions    and every other tile of 256 classes backward
-gain               and all logits times 1 + D / 64 · 2^-24 (cce/kernels/hopper/pipeline.py: gain)
+gain               and all logits times 1 + D / 64 · 2^-24 (cce/tiles.py: sum_gain)
 
 lost: by how much logits are too small, in units of that gain: least squares over all logits, both directions; 0 where sums are rounded
 to nearest. Rows go to cut_off.jsonl, the table to cut_off.md, in results/loss_heads/<machine>/. Needs a GPU. Takes the first TOKENS
@@ -26,6 +26,7 @@ from problems import KINDS, Shape  # noqa: E402
 from study import study  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from cce.tiles import sum_gain  # noqa: E402
 from training.results import markdown_table  # noqa: E402
 
 TOKENS = 4096
@@ -46,7 +47,7 @@ def errors(shape: Shape, e: Tensor, c: Tensor, targets: Tensor) -> list[dict]:
     backward = torch.cat(torch.arange(shape.hidden, device=e.device).split(DEPTH)[::-1])
     e_back, c_back, c_exact = e[:, backward].contiguous(), c[:, backward].contiguous(), c.double()
     odd_V = torch.arange(shape.vocabulary, device=e.device) // CLASSES % 2 == 1
-    unit = shape.hidden / DEPTH * 2.0**-24
+    unit = sum_gain(shape.hidden) - 1
     total, exact = dict.fromkeys(STEPS, 0.0), 0.0
     product, square = 0.0, 0.0
     for start in range(0, len(e), AT_ONCE):

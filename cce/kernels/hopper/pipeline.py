@@ -12,13 +12,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from cce.kernels.epilogues import IGNORED_CODE, halves
 from cce.kernels.logits import grouped
-from cce.tiles import HOPPER_TILE
+from cce.tiles import HOPPER_TILE, sum_gain
 
 TOKENS = gl.constexpr(HOPPER_TILE.rows)
 ROWS = gl.constexpr(HOPPER_TILE.rows // 2)  # tokens of a group of warps
 DEPTH = gl.constexpr(HOPPER_TILE.depth)  # hidden entries of a step
 GROUP = gl.constexpr(HOPPER_TILE.group)
 STORED = gl.constexpr(64)  # classes of a block that is stored at a time
+GAIN_OF_STEP = gl.constexpr(sum_gain(HOPPER_TILE.depth) - 1)
 
 
 @gluon.constexpr_function
@@ -27,14 +28,10 @@ def logits_layout(classes):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, classes, 16])
 
 
-# A tensor core adds 16 products to a sum at a time and cuts off what lies below its last bit, always toward zero: about a third of a
-# unit in the last place an addition (measured: experiments/LOG.md). So |z| comes out too small, in proportion to what the sum was on
-# its way, on average half of z where a sum goes through the hidden dimension forward in one tile of classes and backward in the
-# next (but where tokens are kept: then the sums are short). Multiplied with this, logits are right on average: an error common to
-# all tokens becomes one that differs from token to token.
 @gluon.constexpr_function
 def gain(steps):
-    return 1.0 + steps * 2.0**-24
+    """cce/tiles.py: sum_gain."""
+    return 1.0 + steps * GAIN_OF_STEP
 
 
 @gluon.jit

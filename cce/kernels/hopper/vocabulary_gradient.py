@@ -56,7 +56,7 @@ def _gradient_consumer(
                 z += bias[:, None]
             if HAS_SOFTCAP:
                 z = softcap * tanh(z / softcap)
-            g = gl.exp2(z * LOG2E - shift[None, :])
+            g = gl.exp2(z * LOG2E - shift[None, :])  # without gain: of sums this short it is what exp2 is off by
             if HAS_SOFTCAP:
                 t = z / softcap
                 g *= 1 - t * t
