@@ -155,6 +155,18 @@ def test_probabilities_add_up_to_1_in_the_gradient_of_a_bias():
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
+def test_label_smoothing_takes_the_mean_of_logits_that_nothing_is_cut_off_from():
+    """Logits around -20 of 4096 products: cut off they are 8e-5 too large, of which half would be in the loss, 4e-6 of it."""
+    e, c, targets, _ = on_gpu(1024, 4096, 8192, BF16)
+    with torch.no_grad():
+        e += 0.07
+        c -= 0.07
+    loss = cce.linear_cross_entropy(e, c, targets, label_smoothing=0.5)
+    expected, _ = formula(e, c, targets, label_smoothing=0.5)
+    assert abs(loss.item() / expected.item() - 1) < 1.5e-6
+
+
+@pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("d", [64, 1000])
 @pytest.mark.parametrize("accumulation", ["fp32", "kahan"])
 def test_one_pass_where_some_logits_lie_far_above_the_target(monkeypatch, d, accumulation):
