@@ -163,7 +163,7 @@ def test_label_smoothing_takes_the_mean_of_logits_that_nothing_is_cut_off_from()
         c -= 0.07
     loss = cce.linear_cross_entropy(e, c, targets, label_smoothing=0.5)
     expected, _ = formula(e, c, targets, label_smoothing=0.5)
-    assert abs(loss.item() / expected.item() - 1) < 1.5e-6
+    assert abs(loss.item() / expected.item() - 1) < 3e-6
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
