@@ -28,16 +28,22 @@ def interpreting() -> bool:
 def architecture(device: torch.device, dtype: torch.dtype) -> Architecture:
     if device.type == "cpu" or interpreting():
         return "interpreter"
-    if device.type != "cuda" or torch.version.cuda is None or dtype not in (torch.bfloat16, torch.float16):
-        return "other"
-    return "hopper" if _runs_gluon(device) else "other"
+    return "hopper" if _on_hopper(device, dtype) and _has_gluon() else "other"
 
 
 @functools.cache  # every kernel's launch asks
-def _runs_gluon(device: torch.device) -> bool:
+def _on_hopper(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether products are made by the tensor cores of NVIDIA's Hopper, 16 at a time. (An AMD GPU may have the same capability.)"""
+    if device.type != "cuda" or torch.version.cuda is None or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def _has_gluon() -> bool:
     import triton
 
-    return triton.__version__.startswith(GLUON_VERSIONS) and torch.cuda.get_device_capability(device) == (9, 0)
+    return triton.__version__.startswith(GLUON_VERSIONS)
 
 
 def sum_gain(hidden: int) -> float:
@@ -52,11 +58,9 @@ def sum_gain(hidden: int) -> float:
     return 1.0 + math.ceil(hidden / 64) * 2.0**-24
 
 
-@functools.cache
 def gain(hidden: int, device: torch.device, dtype: torch.dtype) -> float:
     """sum_gain where it is known to hold; 1 on other GPUs, for fp32 and in the interpreter."""
-    on_hopper = device.type == "cuda" and not interpreting() and torch.cuda.get_device_capability(device) == (9, 0)
-    return sum_gain(hidden) if on_hopper and dtype in (torch.bfloat16, torch.float16) else 1.0
+    return sum_gain(hidden) if _on_hopper(device, dtype) and not interpreting() else 1.0
 
 
 @dataclass(frozen=True)

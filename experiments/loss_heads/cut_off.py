@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch  # noqa: E402
 from problems import KINDS, Shape  # noqa: E402
+from reference import nll  # noqa: E402
 from study import study  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -33,12 +34,6 @@ TOKENS = 4096
 AT_ONCE = 256  # tokens whose logits are in memory in fp64
 DEPTH, CLASSES = 64, 256  # of a step and of a tile of the kernels
 STEPS = ("as made", "target apart", "both directions", "gain")
-
-
-def losses(z_nV: Tensor, own_n1: Tensor, targets_n1: Tensor) -> Tensor:
-    """Sum of the tokens' losses in fp64, from logits and the targets' own."""
-    rest_n1 = z_nV.scatter(1, targets_n1, -torch.inf).logsumexp(1, keepdim=True)
-    return torch.logaddexp(rest_n1 - own_n1, torch.zeros_like(rest_n1)).sum()
 
 
 def errors(shape: Shape, e: Tensor, c: Tensor, targets: Tensor) -> list[dict]:
@@ -57,14 +52,14 @@ def errors(shape: Shape, e: Tensor, c: Tensor, targets: Tensor) -> list[dict]:
         forth = torch.mm(e[here], c.T, out_dtype=torch.float32).double()
         back = torch.mm(e_back[here], c_back.T, out_dtype=torch.float32).double()
         both = torch.where(odd_V, back, forth)
-        own = z.gather(1, targets_n1)
-        exact += losses(z, own, targets_n1)
-        total["as made"] += losses(forth, forth.gather(1, targets_n1), targets_n1)
-        total["target apart"] += losses(forth, own, targets_n1)
-        total["both directions"] += losses(both, own, targets_n1)
-        total["gain"] += losses(both * (1 + unit), own, targets_n1)
         product += ((z - (forth + back) / 2) * z).sum()
         square += z.square().sum()
+        own = z.gather(1, targets_n1)
+        exact += nll(z, own, targets_n1).sum()
+        total["as made"] += nll(forth, forth.gather(1, targets_n1), targets_n1).sum()
+        total["target apart"] += nll(forth, own, targets_n1).sum()
+        total["both directions"] += nll(both, own, targets_n1).sum()
+        total["gain"] += nll(both * (1 + unit), own, targets_n1).sum()
     row = {step: float(total[step] / exact - 1) for step in STEPS}
     return [{**row, "lost": float(product / square) / unit}]
 

@@ -8,6 +8,7 @@ trained     a Zipf unigram bias, a peak at the target (60 % of the tokens) and a
 confident   the target's logit CONFIDENT_MARGIN nats above the log-sum-exp of all others: median p_target > 0.999
 """
 
+import argparse
 import math
 import re
 from dataclasses import dataclass
@@ -57,6 +58,27 @@ def parse_shape(text: str) -> Shape:
     if not match:
         raise ValueError(f"shape {text!r} is neither one of {', '.join(NAMED)} nor NxDxV, as in {TINY.size}")
     return Shape(*map(int, match.groups()))
+
+
+def add_arguments(parser: argparse.ArgumentParser, shapes: list[str], kinds: list[str]) -> None:
+    """--shapes, --kinds and --seed, with these defaults: which problems."""
+    every = ", ".join(NAMED)
+    parser.add_argument(
+        "--shapes", nargs="+", default=shapes, metavar="SHAPE", help=f"{every} or NxDxV (default: {shapes})"
+    )
+    parser.add_argument(
+        "--kinds", nargs="+", default=kinds, metavar="KIND", help=f"of {', '.join(KINDS)} (default: {kinds})"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def asked(args: argparse.Namespace) -> list[tuple[Shape, str]]:
+    """(shape, kind) of each problem that the arguments ask for; ValueError, naming the value, for what does not exist."""
+    shapes = [parse_shape(text) for text in args.shapes]
+    problems = [(shape, kind) for shape in shapes for kind in args.kinds]
+    for shape, kind in problems:
+        check_problem(shape, kind)
+    return problems
 
 
 def check_problem(shape: Shape, kind: str) -> None:

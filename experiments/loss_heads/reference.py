@@ -48,11 +48,8 @@ def reference(e: Tensor, c: Tensor, targets: Tensor) -> Reference:
         here = slice(start, min(start + chunk, N))
         logits_KV = e_ND[here] @ c_VD.T
         target_K1 = targets[here, None]
-        # Without the target's own logit in it, the nll keeps its relative precision when p → 1.
         target_logit_K1 = logits_KV.gather(1, target_K1)
-        logits_KV.scatter_(1, target_K1, -torch.inf)
-        rest_K1 = logits_KV.logsumexp(1, keepdim=True)
-        nll_K1 = torch.logaddexp(rest_K1 - target_logit_K1, torch.zeros_like(rest_K1))
+        nll_K1 = nll(logits_KV, target_logit_K1, target_K1)
         nll_N[here] = nll_K1[:, 0]
         gradient_KV = logits_KV.sub_(target_logit_K1 + nll_K1).exp_()  # p, and 0 at the target
         gradient_KV.scatter_(1, target_K1, torch.expm1(-nll_K1))  # p − 1
@@ -71,6 +68,15 @@ def reference(e: Tensor, c: Tensor, targets: Tensor) -> Reference:
         de_rounding=relative_error(de_ND.to(e.dtype), de_ND),
         dc_rounding=relative_error(dc_VD.to(c.dtype), dc_VD),
     )
+
+
+def nll(logits_KV: Tensor, target_logit_K1: Tensor, target_K1: Tensor) -> Tensor:
+    """-log p_target (K, 1) from logits and the targets' own, whose entries in logits become -inf.
+
+    Without the target's own logit in the sum the nll keeps its relative precision when p → 1.
+    """
+    rest_K1 = logits_KV.scatter_(1, target_K1, -torch.inf).logsumexp(1, keepdim=True)
+    return torch.logaddexp(rest_K1 - target_logit_K1, torch.zeros_like(rest_K1))
 
 
 def _by_tiles(flags: Tensor, dim: int) -> Tensor:

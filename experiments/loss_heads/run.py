@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import torch  # noqa: E402
 from measuring import DeviceLost, Sampling, free_memory, measure, warm_up  # noqa: E402
 from peers import Entry, entries, selected, use_apple  # noqa: E402
-from problems import KINDS, NAMED, TINY, Shape, check_problem, parse_shape, problem  # noqa: E402
+from problems import KINDS, NAMED, TINY, Shape, add_arguments, asked, problem  # noqa: E402
 from reference import reference  # noqa: E402
 from report import write_report  # noqa: E402
 from rows import key, load, store  # noqa: E402
@@ -58,9 +58,7 @@ def arguments(device: torch.device) -> argparse.ArgumentParser:
         prog="run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    shapes = [TINY.size] if cpu else [*NAMED]
-    add("--shapes", nargs="+", default=shapes, metavar="SHAPE", help=f"{', '.join(NAMED)} or NxDxV (default: {shapes})")
-    add("--kinds", nargs="+", default=["trained"] if cpu else [*KINDS], metavar="KIND", help=f"of {', '.join(KINDS)}")
+    add_arguments(parser, [TINY.size] if cpu else [*NAMED], ["trained"] if cpu else [*KINDS])
     add(
         "--entries",
         nargs="+",
@@ -83,7 +81,6 @@ def arguments(device: torch.device) -> argparse.ArgumentParser:
         help="more runs, up to 5 times as many, until this is spent (default: 0.3)",
     )
     add("--apple", type=Path, metavar="PATH", help="root of a checkout of apple/ml-cross-entropy")
-    add("--seed", type=int, default=0)
     add("--minutes", type=positive, help="start no further entry after this time; --missing goes on later")
     add("--missing", action="store_true", help="leave out what has a row already")
     add("--out", type=Path, help="folder of the results (default: results/loss_heads/<machine>)")
@@ -92,11 +89,7 @@ def arguments(device: torch.device) -> argparse.ArgumentParser:
 
 def plan(args: argparse.Namespace, device: torch.device) -> list[tuple[Shape, str, list[Entry]]]:
     """What to measure, problem by problem; ValueError, naming the value, for what does not exist."""
-    shapes = [parse_shape(text) for text in args.shapes]
-    for shape in shapes:
-        for kind in args.kinds:
-            check_problem(shape, kind)
-    candidates = {(shape, kind): entries(shape, kind, device, args.budgets) for shape in shapes for kind in args.kinds}
+    candidates = {(shape, kind): entries(shape, kind, device, args.budgets) for shape, kind in asked(args)}
     known = list(dict.fromkeys(entry.name for found in candidates.values() for entry in found))
     for part in args.entries:
         if not any(part.lower() in name.lower() for name in known):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from measuring import free_memory
-from problems import KINDS, NAMED, Shape, check_problem, parse_shape, problem
+from problems import NAMED, Shape, add_arguments, asked, problem
 from torch import Tensor
 
 from training.provenance import machine, provenance
@@ -30,17 +30,12 @@ def study(
     default ones.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=[*NAMED], metavar="SHAPE", help=f"{', '.join(NAMED)} or NxDxV")
-    parser.add_argument("--kinds", nargs="+", default=kinds, metavar="KIND", help=f"of {', '.join(KINDS)}")
-    parser.add_argument("--seed", type=int, default=0)
+    add_arguments(parser, [*NAMED], kinds)
     parser.add_argument("--out", type=Path, help="folder of the results (default: results/loss_heads/<machine>)")
     args = parser.parse_args(command_line)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        shapes = [parse_shape(text) for text in args.shapes]
-        for shape in shapes:
-            for kind in args.kinds:
-                check_problem(shape, kind)
+        problems = asked(args)
     except ValueError as error:
         parser.error(str(error))
     if reason := obstacle(device):
@@ -48,14 +43,12 @@ def study(
     folder = args.out or ROOT / "results" / "loss_heads" / machine()
     path = folder / f"{name}.jsonl"
     rows = read_rows(path) if path.exists() else []
-    for shape in shapes:
-        for kind in args.kinds:
-            found = measure(shape, *problem(shape, kind, args.seed, device))
-            free_memory(device)
-            of = {"shape": shape.name, "kind": kind}
-            source = provenance(args.seed)
-            rows = [row for row in rows if (row["shape"], row["kind"]) != (shape.name, kind)]
-            rows += [{**of, **row, "provenance": source} for row in found]
-            write_rows(path, rows)
-            (folder / f"{name}.md").write_text(table(rows))
-            print(table([row for row in rows if (row["shape"], row["kind"]) == (shape.name, kind)]), flush=True)
+    for shape, kind in problems:
+        found = measure(shape, *problem(shape, kind, args.seed, device))
+        free_memory(device)
+        source = provenance(args.seed)
+        made = [{"shape": shape.name, "kind": kind, **row, "provenance": source} for row in found]
+        rows = [row for row in rows if (row["shape"], row["kind"]) != (shape.name, kind)] + made
+        write_rows(path, rows)
+        (folder / f"{name}.md").write_text(table(rows))
+        print(table(made), flush=True)
