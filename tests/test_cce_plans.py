@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from cce import plans
+from cce import plans, tiles
 from cce.tiles import MULTIPROCESSORS, logits_tile, vocabulary_splits
 
 SHAPES = ((1000, 256, 32768), (8192, 2304, 256000), (16384, 2048, 128256), (65536, 256, 32768), (300, 4096, 1001))
@@ -76,3 +76,19 @@ def test_splits_leave_no_program_idle_for_long(n, d, v, stored):
 def test_no_more_splits_than_allowed(most):
     tile = logits_tile(torch.bfloat16, 2048, "hopper", False)
     assert vocabulary_splits(16384, 128256, tile, "hopper", most) <= most
+
+
+@pytest.mark.parametrize("cuda,capability,dtype,expected", [
+    ("13.0", (9, 0), torch.bfloat16, 1 + 3 * 2.0**-24),
+    ("13.0", (9, 0), torch.float16, 1 + 3 * 2.0**-24),
+    ("13.0", (9, 0), torch.float32, 1.0),
+    ("13.0", (8, 0), torch.bfloat16, 1.0),
+    (None, (9, 0), torch.bfloat16, 1.0),  # AMD's
+])  # fmt: skip
+def test_gain_only_where_it_was_measured(monkeypatch, cuda, capability, dtype, expected):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(tiles, "_on_hopper", tiles._on_hopper.__wrapped__)
+    assert tiles.gain(129, torch.device("cuda"), dtype) == expected
+    assert tiles.gain(129, torch.device("cpu"), dtype) == 1.0
