@@ -104,22 +104,37 @@ def one_pass_splits(chunk: int, vocabulary: int, hidden: int, arch: Architecture
     return vocabulary_splits(chunk, vocabulary, tile, arch)
 
 
+def classes_in_dc(tokens: int, chunk: int, hidden: int, vocabulary: int, columns: int) -> int:
+    """Classes, all or a multiple of `columns`, whose exponentials of a chunk lie in dC's own memory, as large as a gradient in bf16.
+
+    They have it to themselves while dC adds up elsewhere. Where the chunk is all tokens dC does not add up: the exponentials of
+    the first classes leave room for the rows of dC that come of them, behind those that they belong in.
+    """
+    if chunk < tokens:
+        most = vocabulary * hidden // chunk
+        if most >= padded_width(vocabulary, 2):
+            return vocabulary
+    else:
+        most = min(vocabulary * hidden // (tokens + hidden), vocabulary // 2)
+    return most // columns * columns
+
+
 def one_pass_bytes(
     tokens: int, chunk: int, hidden: int, vocabulary: int, accumulation: Accumulation, need_c: bool, arch: Architecture
 ) -> int:
-    """Workspace. Of dC's sum: its fp32 copy, or rounding errors and the block that the products go through. Of a chunk: its
-    exponentials (in dC's own memory while the sum is in fp32, where they fit), their references, partial sums, dE in fp32 and
-    scaled e, which are gone before the sums of targets' entries come (a number per 16 of e). Of every token: sixteen numbers."""
-    references = math.ceil(vocabulary / logits_tile(torch.bfloat16, hidden, arch, stored=True).columns)
+    """Workspace. Of dC's sum, where there are several chunks: its fp32 copy, or rounding errors and the block that the products go
+    through. Of a chunk: the exponentials that do not lie in dC's own memory, their references, partial sums, dE in fp32 and scaled
+    e. Of every token: sixteen numbers."""
+    chunk, columns = min(chunk, tokens), logits_tile(torch.bfloat16, hidden, arch, stored=True).columns
+    references = math.ceil(vocabulary / columns)
     splits = one_pass_splits(chunk, vocabulary, hidden, arch)
-    exponentials = chunk * 2 * padded_width(vocabulary, 2)
-    of_c = 0
-    if need_c:
+    of_c = in_dc = 0
+    if need_c and chunk < tokens:
         of_c = int(mib_of_sum(vocabulary, hidden, accumulation) * MIB)
-        if accumulation == "fp32" and exponentials <= 2 * vocabulary * hidden:
-            exponentials = 0
-    of_chunk = exponentials + chunk * (4 * (references + splits) + 6 * hidden)
-    return of_c + max(of_chunk, tokens * hidden // 16) + 64 * tokens
+    if need_c and (chunk == tokens or accumulation == "fp32"):
+        in_dc = classes_in_dc(tokens, chunk, hidden, vocabulary, columns)
+    exponentials = chunk * 2 * padded_width(vocabulary - in_dc, 2)
+    return of_c + exponentials + chunk * (4 * (references + splits) + 6 * hidden) + 64 * tokens
 
 
 def in_registers_bytes(tokens: int, chunk: int, hidden: int, vocabulary: int, need_c: bool) -> int:
@@ -189,8 +204,8 @@ def _by_chunks(
         return one_pass_bytes(tokens, rows * step, hidden, vocabulary, kept, need_c, arch) <= workspace * MIB
 
     def most_tiles(kept: Accumulation) -> int:
-        """Of tokens, in a chunk that fits; 0 if none does."""
-        low, high = 0, token_tiles
+        """Of tokens, in one of several chunks that fits; 0 if none does."""
+        low, high = 0, token_tiles - 1
         while low < high:
             middle = (low + high + 1) // 2
             if fits(middle, kept):
@@ -207,9 +222,12 @@ def _by_chunks(
         tiles = rows * math.ceil(hidden / 256)
         busy = tiles * max(1, MULTIPROCESSORS // tiles)  # few tiles are split along the vocabulary
         idle = math.ceil(busy / MULTIPROCESSORS) * MULTIPROCESSORS / busy
-        of_chunk = need_c * _sum_seconds(vocabulary, hidden, kept) + CHUNK_SECONDS
+        adds_up = need_c and rows < token_tiles
+        of_chunk = adds_up * _sum_seconds(vocabulary, hidden, kept) + CHUNK_SECONDS
         return logits + product * (need_c + need_e * idle) + math.ceil(token_tiles / rows) * of_chunk
 
+    if fits(token_tiles, accumulation):  # nothing adds up, and no product is cut
+        return seconds(token_tiles, accumulation), token_tiles * step, accumulation
     for kept in ("fp32", "kahan") if accumulation == "kahan" else (accumulation,):
         most = most_tiles(kept)
         if most > 0:

@@ -22,7 +22,7 @@ POINTERS = {
     **dict.fromkeys(("Part", "PartTotal", "Reference", "TileReference", "LastReference", "X"), "fp32"),
     **dict.fromkeys(("Lse", "Expm1", "Dloss", "Dlse", "Shift", "Own"), "fp32"),
 }  # fmt: skip
-NUMBERS = dict.fromkeys(("N", "V", "splits", "first_n", "first_v", "width", "stride_dc"), "i32") | dict.fromkeys(
+NUMBERS = dict.fromkeys(("N", "V", "left_V", "splits", "first_n", "first_v", "width", "stride_dc"), "i32") | dict.fromkeys(
     ("softcap", "smoothing", "uniform", "z_loss"), "fp32"
 )
 
@@ -31,7 +31,7 @@ def signature(kernel, dtype: str, classes: int, constants: dict) -> tuple[dict, 
     """(types of the arguments, constants by position), every optional tensor given."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     depth = constants.get("D", 64)
-    blocks = {"E": (64, depth), "C": (classes, depth), "W": (64, 64), "G": (64, 64)}
+    blocks = {"E": (64, depth), "C": (classes, depth), "Left": (64, 64), "Right": (64, 64), "G": (64, 64)}
     types = {}
     for name in kernel.arg_names:
         if name in blocks:

@@ -42,21 +42,34 @@ def test_one_pass_is_chosen_only_where_it_fits(n, d, v, arch):
                 assert plans.in_registers_bytes(n, chunk, d, v, True) <= mib * 2**20
                 continue
             assert plans.one_pass_bytes(n, chunk, d, v, kept, True, arch) <= mib * 2**20
-            assert kept == accumulation or (accumulation, kept) == ("kahan", "fp32")
+            assert kept == accumulation or (accumulation, kept) == ("kahan", "fp32") and chunk < n
     in_registers = arch == "hopper" and d <= 256
     if n * d * v >= 2**36:  # an fp32 sum alone is larger than 16 MiB
         assert chosen["fp32", 16] == ((16384, "registers") if in_registers else None)
     if n >= 1000:
         assert chosen["fp32", 2**20] is not None
-        assert chosen["kahan", 2**20][1] == "fp32"
+        assert chosen["kahan", 2**20] == (math.ceil(n / 128) * 128, "kahan")  # one chunk: nothing adds up
 
 
-def test_a_chunk_as_large_as_dc_takes_its_memory():
-    """D tokens' exponentials take what dC does: beside its fp32 sum only scratch of a chunk is left."""
+def test_exponentials_take_dcs_memory():
+    """D tokens' take what dC does: beside its fp32 sum only scratch of a chunk is left. Those of all tokens leave no sum, and only as many
+    outside as dC's memory has no room for."""
     n, d, v = 16384, 2048, 128256
-    sum_of_c = 4 * v * d
-    assert plans.one_pass_bytes(n, d, d, v, "fp32", True, "hopper") < sum_of_c + 40 * 2**20
-    assert plans.one_pass_bytes(n, d + 128, d, v, "fp32", True, "hopper") > sum_of_c + 2 * v * d
+    sum_of_c, scratch = 4 * v * d, 40 * 2**20
+    assert plans.one_pass_bytes(n, d, d, v, "fp32", True, "hopper") < sum_of_c + scratch
+    assert plans.one_pass_bytes(n, 2 * d, d, v, "fp32", True, "hopper") < sum_of_c + 2 * v * d + 2 * scratch
+    assert plans.one_pass_bytes(n, n, d, v, "fp32", True, "hopper") < 2 * n * v * (1 - d / (n + d)) + 8 * scratch
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("n,d,v", SHAPES)
+def test_exponentials_in_dcs_memory_are_in_nobodys_way(n, d, v, itemsize):
+    """Those of all tokens, in its first bytes, beside the rows of dC that come of them, in its last, beside where these go."""
+    classes = plans.classes_in_dc(n, n, d, v, 32)
+    exponentials, rows = 2 * n * classes, classes * d * itemsize
+    assert classes % 32 == 0 and exponentials + rows <= v * d * itemsize and 2 * rows <= v * d * itemsize
+    for chunk in (1, n // 3, n - 1):
+        assert chunk * 2 * plans.classes_in_dc(n, chunk, d, v, 32) <= 2 * v * d
 
 
 @pytest.mark.parametrize("stored", [False, True])

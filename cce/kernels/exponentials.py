@@ -1,5 +1,7 @@
 """Exponentials of a chunk of tokens, kept in memory, and per token what makes gradients of them (cce/kernels/chunked.py)."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -26,11 +28,27 @@ from cce.kernels.problem import Problem
 from cce.tiles import architecture, gain, logits_tile
 
 
+class Kept(NamedTuple):
+    """w [n, V] bf16 in two places: its first columns, and those behind them (None: there are none)."""
+
+    left: torch.Tensor
+    right: torch.Tensor | None
+
+    def rows(self, n: int) -> "Kept":
+        return Kept(self.left[:n], None if self.right is None else self.right[:n])
+
+    def parts(self) -> list[tuple[slice, torch.Tensor]]:
+        """(classes, w of these)."""
+        L = self.left.shape[1]
+        of_left = (slice(0, L), self.left)
+        return [of_left] if self.right is None else [of_left, (slice(L, L + self.right.shape[1]), self.right)]
+
+
 # As the log-sum-exp kernel, and each tile's w is stored: kept_exponentials. For N tokens from the first_n-th on; W, Part and
-# TileReference begin with these.
+# TileReference begin with these. Classes from left_V on lie in Right, as if it began with them.
 @triton.jit
 def _exponentials_kernel(
-    E, C, W, Bias, Codes, Reference, Part, TileReference, N, V, softcap, splits, first_n,
+    E, C, Left, Right, Bias, Codes, Reference, Part, TileReference, N, V, left_V, softcap, splits, first_n,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GAIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -51,7 +69,10 @@ def _exponentials_kernel(
             z, reference, exp_sum, Bias, TileReference, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), tile_v, v0, N, V,
             softcap, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, GAIN,
         )  # fmt: skip
-        store_tile(W, w, n0, v0, BLOCK_N, BLOCK_V)
+        if v0 < left_V:
+            store_tile(Left, w, n0, v0, BLOCK_N, BLOCK_V)
+        else:
+            store_tile(Right, w, n0, v0 - left_V, BLOCK_N, BLOCK_V)
         store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
     tl.store(Part + tl.cast(split, tl.int64) * N + offs_n, reference + tl.log2(exp_sum), mask=in_n)
 
@@ -73,15 +94,15 @@ PARTS_AT_ONCE = tl.constexpr(4)  # of dE: what a warp has in flight
 #   scale = (dloss + dlse) 2^(reference - lse log2e)     the gradient of a logit that is not the target's is scale w
 #   own   = ((p - 1) dloss + p dlse) slope               that of the target's; p - 1 = -x / (1 + x), x = exp(rest - target)
 # with dlse = 2 z_loss lse dloss, the gradient of z_loss lse^2. NEED_SCALED: ScaledE = round(scale e).
-# For N tokens from the first_n-th on; Part, TileReference, W, ScaledE and X begin with these.
+# For N tokens from the first_n-th on; Part, TileReference, w (Left and Right), ScaledE and X begin with these.
 # Tiles whose reference stayed behind the token's largest are brought to it: as a rule there are none.
 # STREAMED: w was not kept, and a tile of TileReference is a split. If NEED_DE, X has the splits' w C, and DE = round(scale (w C) +
 # own c_target). For gradients of logits that are made again Scale is then lse log2e - log2 |1 + 2 z_loss lse|, infinite for ignored
 # tokens, and Own is stored without dloss: rounding to bf16 then costs a target's entry next to nothing where p is small.
 @triton.jit
 def _tokens_kernel(
-    Part, TileReference, Target, Codes, Dloss, Nll, Lse, Scale, Own, W, E, ScaledE, X, C, DE,
-    N, V, D, stride_w, stride_e, stride_s, stride_c, stride_de, splits, tiles_v, z_loss, softcap, first_n,
+    Part, TileReference, Target, Codes, Dloss, Nll, Lse, Scale, Own, Left, Right, E, ScaledE, X, C, DE,
+    N, V, left_V, D, stride_left, stride_right, stride_e, stride_s, stride_c, stride_de, splits, tiles_v, z_loss, softcap, first_n,
     HAS_SOFTCAP: tl.constexpr, STREAMED: tl.constexpr, NEED_SCALED: tl.constexpr, NEED_DE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -121,6 +142,7 @@ def _tokens_kernel(
     minus_rest = -tl.where(gap > 0, 1.0, x) / (1 + x)
     dloss = tl.load(Dloss)
     of_lse = 2 * z_loss * lse  # dlse / dloss
+    of_lse = tl.where(of_lse == -1, -1 + 2.0**-24, of_lse)  # a target's entry is stored in units of a scale that is not 0
     own = minus_rest + p * of_lse
     if HAS_SOFTCAP:
         t = target / softcap
@@ -168,44 +190,48 @@ def _tokens_kernel(
                 if tl.min(tl.where(inside, behind, 0.0), 0) < 0:
                     offs_v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
                     mask = inside[:, None] & (offs_v < V)[None, :]
-                    w = tl.load(W + rows * stride_w + offs_v[None, :], mask=mask, other=0.0).to(tl.float32)
-                    w *= tl.exp2(behind)[:, None]
-                    tl.store(W + rows * stride_w + offs_v[None, :], w.to(W.dtype.element_ty), mask=mask)
+                    W = Left + rows * stride_left
+                    if tile_v * BLOCK_V >= left_V:
+                        W = Right + rows * stride_right - left_V
+                    w = tl.load(W + offs_v[None, :], mask=mask, other=0.0).to(tl.float32) * tl.exp2(behind)[:, None]
+                    tl.store(W + offs_v[None, :], w.to(Left.dtype.element_ty), mask=mask)
 
 
 def exponentials(
     problem: Problem,
     target_N: torch.Tensor,
-    w_nV: torch.Tensor,
+    w: Kept,
     scaled_e: torch.Tensor | None,
     parts: torch.Tensor,
     tile_references: torch.Tensor,
     tokens: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ) -> tuple[Launch, Launch]:
-    """Two kernels to launch one after the other, with the first token of a chunk: they fill w_nV [n, V] bf16, scaled_e [n, D]
-    and the chunk's part of tokens = (nll, lse, scale, own), each [N] fp32, of _tokens_kernel.
+    """Two kernels to launch one after the other, with the first token of a chunk: they fill w, but for the targets'
+    entries, which are 0, scaled_e [n, D] and the chunk's part of tokens = (nll, lse, scale, own), each [N] fp32, of _tokens_kernel.
 
     target_N: of target_logit.py, where references start. parts [splits, n] and tile_references [tiles of classes, n]: fp32 scratch.
     """
     e_ND, c_VD, bias_V, codes_N, dloss, softcap, z_loss = problem
-    D, (n, V), arch = e_ND.shape[1], w_nV.shape, architecture(e_ND.device, e_ND.dtype)
+    (left, right), n, V = w, w.left.shape[0], c_VD.shape[0]
+    right = left if right is None else right  # never written to
+    D, arch = e_ND.shape[1], architecture(e_ND.device, e_ND.dtype)
     tile = logits_tile(e_ND.dtype, D, arch, stored=True)
     splits, tiles_v = parts.shape[0], triton.cdiv(V, tile.columns)
     arguments = (
-        bias_V, codes_N, target_N, parts, tile_references, n, V, softcap or 1.0, splits,
+        bias_V, codes_N, target_N, parts, tile_references, n, V, left.shape[1], softcap or 1.0, splits,
     )  # fmt: skip
     flags = dict(HAS_BIAS=bias_V is not None, HAS_SOFTCAP=softcap is not None)
     if arch == "hopper":
         from cce.kernels import hopper
 
-        of_classes = hopper.exponentials(e_ND, c_VD, w_nV, tile, arguments, flags)
+        of_classes = hopper.exponentials(e_ND, c_VD, left, right, tile, arguments, flags)
     else:
         of_classes = Launch(
             _exponentials_kernel,
             (triton.cdiv(n, tile.rows) * splits,),
             (
                 descriptor(e_ND, tile.rows, tile.depth), descriptor(c_VD, tile.columns, tile.depth),
-                descriptor(w_nV, tile.rows, stored_columns(tile.columns)), *arguments,
+                *(descriptor(place, tile.rows, stored_columns(tile.columns)) for place in (left, right)), *arguments,
             ),
             dict(
                 D=D, BLOCK_N=tile.rows, BLOCK_V=tile.columns, BLOCK_D=tile.depth, GROUP=tile.group, **flags,
@@ -219,8 +245,8 @@ def exponentials(
         _tokens_kernel,
         (triton.cdiv(n, block),),
         (
-            parts, tile_references, target_N, codes_N, dloss, *tokens, w_nV, e_ND, scaled_e, None, None, None, n, V, D,
-            w_nV.stride(0), e_ND.stride(0), 0 if scaled_e is None else scaled_e.stride(0), 0, 0, splits, tiles_v, z_loss,
+            parts, tile_references, target_N, codes_N, dloss, *tokens, left, right, e_ND, scaled_e, None, None, None, n,
+            V, left.shape[1], D, left.stride(0), right.stride(0), e_ND.stride(0), 0 if scaled_e is None else scaled_e.stride(0), 0, 0, splits, tiles_v, z_loss,
             softcap or 1.0,
         ),
         dict(
@@ -254,8 +280,8 @@ def streamed_tokens(
         _tokens_kernel,
         (triton.cdiv(n, block),),
         (
-            parts, references, target_N, codes_N, dloss, *tokens, None, None, None, x_snD, c_VD, de_ND, n, c_VD.shape[0],
-            D, 0, 0, 0, c_VD.stride(0), de_ND.stride(0) if need_de else 0, splits, splits, z_loss, softcap or 1.0,
+            parts, references, target_N, codes_N, dloss, *tokens, None, None, None, None, x_snD, c_VD, de_ND, n,
+            c_VD.shape[0], 0, D, 0, 0, 0, 0, c_VD.stride(0), de_ND.stride(0) if need_de else 0, splits, splits, z_loss, softcap or 1.0,
         ),
         dict(
             HAS_SOFTCAP=softcap is not None, STREAMED=True, NEED_SCALED=False, NEED_DE=need_de, BLOCK_N=block,

@@ -1,11 +1,12 @@
-"""What finishes the gradients of one pass (cce/kernels/chunked.py): each row of dE, the targets' entries of dC, the upstream factor."""
+"""What finishes the gradients of one pass (cce/kernels/chunked.py): each row of dE, the targets' entries for dC, the upstream factor."""
 
 import torch
 import triton
 import triton.language as tl
 
+from cce.kernels.exponentials import Kept
 from cce.kernels.launch import Launch
-from cce.tiles import MULTIPROCESSORS, interpreting
+from cce.tiles import MULTIPROCESSORS
 
 
 # dE = scale (w C) + own c_target, rounded once, for the N tokens of x from the first_n-th on.
@@ -30,65 +31,22 @@ def _hidden_gradient_kernel(
     tl.store(DE + (first_n + rows) * stride_de + offs_d[None, :], x.to(DE.dtype.element_ty), mask=mask)
 
 
+# The target's entry of w, own / scale, in its place (Left: classes below left_V). For N tokens from the first_n-th on, with which Left
+# and Right begin.
 @triton.jit
-def _run(E, Own, Codes, Order, at, end, code, offs_d, N, D, stride_e, BLOCK_N: tl.constexpr):
-    """Sum of own e over the sorted tokens from `at` to `end` (at most BLOCK_N) whose target is `code`."""
-    offs_n = at + tl.arange(0, BLOCK_N)
-    same = tl.load(Codes + offs_n, mask=offs_n < tl.minimum(end, N), other=-1) == code
-    token = tl.load(Order + offs_n, mask=same, other=0)
-    own = tl.load(Own + token, mask=same, other=0.0)
-    rows = E + token.to(tl.int64)[:, None] * stride_e + offs_d[None, :]
-    e = tl.load(rows, mask=same[:, None] & (offs_d < D)[None, :], other=0.0).to(tl.float32)
-    return tl.sum(e * own[:, None], 0)
-
-
-# Tokens come sorted by target, in blocks of BLOCK_N: a block of one target only writes its sum of own e to Sums. Frequent words
-# make runs of thousands of tokens; their blocks are summed side by side.
-@triton.jit
-def _block_sums_kernel(E, Own, Codes, Order, Sums, N, D, stride_e, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
-    block = tl.program_id(0)
-    first = block * BLOCK_N
-    code = tl.load(Codes + first)
-    if tl.load(Codes + first + BLOCK_N - 1, mask=first + BLOCK_N <= N, other=-1) == code:
-        offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        total = _run(E, Own, Codes, Order, first, first + BLOCK_N, code, offs_d, N, D, stride_e, BLOCK_N)
-        tl.store(Sums + tl.cast(block, tl.int64) * D + offs_d, total, mask=offs_d < D)
-
-
-# dC[v] += sum over the tokens whose target is v of own_n e_n. The program of a run's first token adds up the run in the order of
-# tokens: single steps to the next whole block, the sums of whole blocks of this target, single steps to the end. The total is
-# added to dC, with its compensation where KAHAN.
-@triton.jit
-def _target_rows_kernel(
-    E, Own, Codes, Order, Sums, DC, Comp, N, D, stride_e, stride_dc,
-    STEP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_D: tl.constexpr, KAHAN: tl.constexpr,
-):  # fmt: skip
-    first = tl.program_id(0)
-    code = tl.load(Codes + first)
-    before = tl.load(Codes + first - 1, mask=first > 0, other=-1)
-    if (code >= 0) & (code != before):
-        offs_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-        in_d = offs_d < D
-        total = tl.zeros((BLOCK_D,), dtype=tl.float32)
-        at = first
-        while tl.load(Codes + at, mask=at < N, other=-1) == code:
-            ends = at + (tl.arange(0, BLOCKS) + 1) * BLOCK_N - 1
-            whole = (tl.load(Codes + ends, mask=ends < N, other=-1) == code) & (at % BLOCK_N == 0)
-            count = tl.sum(whole.to(tl.int32), 0)
-            if count > 0:
-                rows = (at // BLOCK_N + tl.arange(0, BLOCKS)).to(tl.int64)[:, None]
-                sums = tl.load(Sums + rows * D + offs_d[None, :], mask=whole[:, None] & in_d[None, :], other=0.0)
-                total += tl.sum(sums, 0)
-                at += count * BLOCK_N
-            else:
-                end = (at // STEP + 1) * STEP
-                total += _run(E, Own, Codes, Order, at, end, code, offs_d, N, D, stride_e, STEP)
-                at = end
-        out = tl.cast(code, tl.int64) * stride_dc + offs_d
-        if KAHAN:
-            total -= tl.load(Comp + out, mask=in_d, other=0.0).to(tl.float32)
-        old = tl.load(DC + out, mask=in_d, other=0.0).to(tl.float32)
-        tl.store(DC + out, (old + total).to(DC.dtype.element_ty), mask=in_d)
+def _target_entries_kernel(
+    Left, Right, Scale, Own, Codes, N, left_V, stride_left, stride_right, first_n, BLOCK_N: tl.constexpr
+):
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_n = offs_n < N
+    code = tl.load(Codes + first_n + offs_n, mask=in_n, other=-1)
+    scale = tl.load(Scale + first_n + offs_n, mask=in_n, other=0.0)
+    own = tl.load(Own + first_n + offs_n, mask=in_n, other=0.0)
+    # Without a scale there is no gradient: the token is ignored, or dloss is 0.
+    entry = tl.where(scale == 0, 0.0, own / scale).to(Left.dtype.element_ty)
+    rows = offs_n.to(tl.int64)
+    tl.store(Left + rows * stride_left + code, entry, mask=in_n & (code >= 0) & (code < left_V))
+    tl.store(Right + rows * stride_right + code - left_V, entry, mask=in_n & (code >= left_V))
 
 
 # In place, and without a look from the host: where the factor is 1 the programs, few, end at once.
@@ -121,22 +79,17 @@ def hidden_gradient(
     )
 
 
-def add_target_rows(
-    e_ND: torch.Tensor, own_N: torch.Tensor, codes_N: torch.Tensor, dc_VD: torch.Tensor, comp_VD: torch.Tensor | None
-) -> None:
-    """dc[v] += sum of own_n e_n over the tokens whose target is v, in the order of tokens; comp as in add_product."""
-    N, D = e_ND.shape
-    codes, order = codes_N.sort(stable=True)
-    columns, block = min(1024, triton.next_power_of_2(D)), 8 if interpreting() else 64
-    programs_d = triton.cdiv(D, columns)
-    sums = torch.empty(triton.cdiv(N, block), D, dtype=torch.float32, device=e_ND.device)
-    _block_sums_kernel[(sums.shape[0], programs_d)](
-        e_ND, own_N, codes, order, sums, N, D, e_ND.stride(0), BLOCK_N=block, BLOCK_D=columns
+def target_entries(w: Kept, scale_N: torch.Tensor, own_N: torch.Tensor, codes_N: torch.Tensor) -> Launch:
+    """launch(first): own / scale of tokens first to first + n, in their targets' columns of w [n, V]."""
+    left, right = w
+    right = left if right is None else right  # no class is there
+    n, block = left.shape[0], 128
+    return Launch(
+        _target_entries_kernel,
+        (triton.cdiv(n, block),),
+        (left, right, scale_N, own_N, codes_N, n, left.shape[1], left.stride(0), right.stride(0)),
+        dict(BLOCK_N=block),
     )
-    _target_rows_kernel[(N, programs_d)](
-        e_ND, own_N, codes, order, sums, dc_VD, comp_VD, N, D, e_ND.stride(0), dc_VD.stride(0),
-        STEP=block // 4, BLOCK_N=block, BLOCKS=16, BLOCK_D=columns, KAHAN=comp_VD is not None,
-    )  # fmt: skip
 
 
 def scale_in_place(matrix: torch.Tensor, factor: torch.Tensor) -> None:

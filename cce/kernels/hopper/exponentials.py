@@ -30,8 +30,8 @@ from cce.tiles import Tile
 
 @gluon.jit
 def _exponentials_consumer(
-    shared, out_tiles, W, Bias, Codes, Reference, Part, TileReference, N, V, softcap, splits, half: gl.constexpr,
-    STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
+    shared, out_tiles, Left, Right, Bias, Codes, Reference, Part, TileReference, N, V, left_V, softcap, splits,
+    half: gl.constexpr, STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     CLASSES: gl.constexpr = shared[1].type.shape[1]
     of_rows: gl.constexpr = gl.SliceLayout(1, logits_layout(CLASSES))
@@ -58,7 +58,10 @@ def _exponentials_consumer(
             )  # fmt: skip
             if KEEP:
                 z = end_logits(shared, following, stage, STEPS)
-            store_rounded(W, out_tiles, w, n0 + half * ROWS, v0, half)
+            if v0 < left_V:
+                store_rounded(Left, out_tiles, w, n0 + half * ROWS, v0, half)
+            else:
+                store_rounded(Right, out_tiles, w, n0 + half * ROWS, v0 - left_V, half)
             store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
         tokens_are_read(shared, True, KEEP)
         gl.store(Part + split.to(gl.int64) * N + offs_n, reference + gl.log2(exp_sum), mask=in_n)
@@ -68,19 +71,19 @@ def _exponentials_consumer(
 # cce/kernels/exponentials.py says what it computes.
 @gluon.jit
 def _exponentials_kernel(
-    E, C, W, Bias, Codes, Reference, Part, TileReference, N, V, softcap, splits, first_n,
+    E, C, Left, Right, Bias, Codes, Reference, Part, TileReference, N, V, left_V, softcap, splits, first_n,
     STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     Codes += first_n
     Reference += first_n
     shared = shared_memory(E, C, STEPS, KEEP)
-    out_tiles = gl.allocate_shared_memory(W.dtype, [4, ROWS, STORED], W.layout)
+    out_tiles = gl.allocate_shared_memory(Left.dtype, [4, ROWS, STORED], Left.layout)
     gl.warp_specialize(
         [
-            (_exponentials_consumer, (shared, out_tiles, W, Bias, Codes, Reference, Part, TileReference, N, V,
-                                      softcap, splits, 0, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP)),
-            (_exponentials_consumer, (shared, out_tiles, W, Bias, Codes, Reference, Part, TileReference, N, V,
-                                      softcap, splits, 1, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP)),
+            (_exponentials_consumer, (shared, out_tiles, Left, Right, Bias, Codes, Reference, Part, TileReference, N, V,
+                                      left_V, softcap, splits, 0, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP)),
+            (_exponentials_consumer, (shared, out_tiles, Left, Right, Bias, Codes, Reference, Part, TileReference, N, V,
+                                      left_V, softcap, splits, 1, STEPS, KEEP, HAS_BIAS, HAS_SOFTCAP)),
             (produce, (E, C, shared, Codes, N, V, first_n, 0, splits, STEPS, KEEP, False, KEEP)),
         ],
         [4, 1],
@@ -89,14 +92,20 @@ def _exponentials_kernel(
 
 
 def exponentials(
-    e_ND: torch.Tensor, c_VD: torch.Tensor, w_nV: torch.Tensor, tile: Tile, arguments: tuple, flags: dict
+    e_ND: torch.Tensor,
+    c_VD: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    tile: Tile,
+    arguments: tuple,
+    flags: dict,
 ) -> Launch:
-    """As exponentials.py's _exponentials_kernel; for w_nV's n tokens."""
-    grid, constants = walk(w_nV.shape[0], e_ND, arguments[-1])
+    """As exponentials.py's _exponentials_kernel; for the tokens of left [n, left_V] and right [n, V - left_V]."""
+    grid, constants = walk(left.shape[0], e_ND, arguments[-1])
     return Launch(
         _exponentials_kernel,
         grid,
-        (*operands(e_ND, c_VD, tile), result(w_nV), *arguments),
+        (*operands(e_ND, c_VD, tile), result(left), result(right), *arguments),
         {**constants, **flags},
         **LAUNCH,
     )
