@@ -65,6 +65,9 @@ def main() -> None:
         check(300, 1024, 1000, torch.bfloat16, "cce_exact", chunk=chunk, scale=200.0)
         check(300, 72, 1001, torch.bfloat16, "cce_exact", chunk=chunk, softcap=3.0, z_loss=1e-2)
         check(300, 64, 1000, torch.bfloat16, "cce_exact", chunk=chunk, scale=200.0)  # references move
+    for tokens in (256, 300):  # exponentials in two places: of two chunks, of one
+        check(300, 1024, 1000, torch.bfloat16, "cce_exact", chunk=(tokens, "fp32"))
+        check(300, 64, 1001, torch.bfloat16, "cce_exact", chunk=(tokens, "fp32"), scale=200.0)
     for d, scale in ((256, 1.0), (72, 1.0), (64, 200.0)):  # sums in registers, on Hopper
         if hopper:
             check(300, d, 1001, torch.bfloat16, "cce_exact", chunk=(256, "registers"), scale=scale, z_loss=1e-2)
