@@ -34,6 +34,7 @@ from cce.tiles import (
 
 # Rates that the ways are compared at, an H200's: products in FLOP/s, memory in bytes/s. On another GPU the choice is a guess.
 PRODUCT_RATE = 650e12
+REGISTERS_RATE = 700e12  # of the two kernels that add up in registers
 MEMORY_RATE = 4e12
 LOGITS_RATE = 0.75e12  # logits/s that an epilogue makes numbers of: what bounds kernels where D is small
 CHUNK_SECONDS = 25e-6  # of a chunk or slice beside its products: launches, small kernels
@@ -98,6 +99,11 @@ def slices(
         first += width
 
 
+def chunk_sizes(tokens: int, chunk: int) -> set[int]:
+    """Of one pass: the last chunk is what is left."""
+    return {chunk, tokens % chunk or chunk} if chunk < tokens else {tokens}
+
+
 def one_pass_splits(chunk: int, vocabulary: int, hidden: int, arch: Architecture) -> int:
     """Splits of the vocabulary in one pass: each program walks one split for one tile of a chunk's tokens."""
     tile = logits_tile(torch.bfloat16, hidden, arch, stored=True)
@@ -127,14 +133,14 @@ def one_pass_bytes(
     e. Of every token: sixteen numbers."""
     chunk, columns = min(chunk, tokens), logits_tile(torch.bfloat16, hidden, arch, stored=True).columns
     references = math.ceil(vocabulary / columns)
-    splits = one_pass_splits(chunk, vocabulary, hidden, arch)
+    parts = max(n * one_pass_splits(n, vocabulary, hidden, arch) for n in chunk_sizes(tokens, chunk))
     of_c = in_dc = 0
     if need_c and chunk < tokens:
         of_c = int(mib_of_sum(vocabulary, hidden, accumulation) * MIB)
     if need_c and (chunk == tokens or accumulation == "fp32"):
         in_dc = classes_in_dc(tokens, chunk, hidden, vocabulary, columns)
     exponentials = chunk * 2 * padded_width(vocabulary - in_dc, 2)
-    return of_c + exponentials + chunk * (4 * (references + splits) + 6 * hidden) + 64 * tokens
+    return of_c + exponentials + chunk * (4 * references + 6 * hidden) + 4 * parts + 64 * tokens
 
 
 def in_registers_bytes(tokens: int, chunk: int, hidden: int, vocabulary: int, need_c: bool) -> int:
@@ -166,7 +172,7 @@ def _in_registers(
 ) -> tuple[float, int, Sum] | None:
     """(seconds of the kernels for dE and for dC, tokens of a chunk, "registers")."""
     tile = HOPPER_STREAMING_TILE
-    of_tile = MULTIPROCESSORS * tile.rows * tile.columns * max(4 * hidden / PRODUCT_RATE, 1 / LOGITS_RATE)
+    of_tile = MULTIPROCESSORS * tile.rows * tile.columns * max(4 * hidden / REGISTERS_RATE, 1 / LOGITS_RATE)
 
     def seconds(chunk: int) -> float:
         return math.ceil(tokens / chunk) * (streaming_splits(chunk, vocabulary)[1] * of_tile + CHUNK_SECONDS)
@@ -274,5 +280,5 @@ def one_pass_chunk(
         return None
     fastest, *_ = min(faster)
     # Registers need next to no workspace: they may take a little longer.
-    _, chunk, kept = [way for way in faster if way[0] <= 1.05 * fastest][-1]
+    _, chunk, kept = [way for way in faster if way[0] <= 1.03 * fastest][-1]
     return chunk, kept

@@ -23,7 +23,7 @@ from cce.kernels.launch import in_chunks
 from cce.kernels.problem import Problem
 from cce.kernels.product import kahan_block, kahan_product, product_into
 from cce.kernels.target_logit import target_logit
-from cce.plans import classes_in_dc, one_pass_splits
+from cce.plans import chunk_sizes, classes_in_dc, one_pass_splits
 from cce.presets import Accumulation
 from cce.tiles import architecture, logits_tile, padded_width
 
@@ -69,7 +69,8 @@ def _chunks(
     arch = architecture(e_ND.device, e_ND.dtype)
     tile = logits_tile(e_ND.dtype, D, arch, stored=True)
     f32 = dict(dtype=torch.float32, device=e_ND.device)
-    parts = torch.empty(one_pass_splits(chunk, V, D, arch), chunk, **f32)
+    splits = {n: one_pass_splits(n, V, D, arch) for n in chunk_sizes(N, chunk)}
+    parts = torch.empty(max(splits[n] * n for n in splits), **f32)
     tile_references = torch.empty(triton.cdiv(V, tile.columns), chunk, **f32)
     de_chunk = None if de_ND is None else torch.empty(chunk, D, **f32)
     scaled_e = None if sum_VD is None else torch.empty(chunk, D, dtype=e_ND.dtype, device=e_ND.device)
@@ -82,7 +83,8 @@ def _chunks(
         """step(first): the work on tokens first to first + n."""
         w_n = w.rows(n)
         s_nD, x_nD = (None if matrix is None else matrix[:n] for matrix in (scaled_e, de_chunk))
-        of_classes, of_tokens = exponentials(problem, target_N, w_n, s_nD, parts, tile_references, tuple(tokens))
+        parts_n = parts[: splits[n] * n].view(splits[n], n)
+        of_classes, of_tokens = exponentials(problem, target_N, w_n, s_nD, parts_n, tile_references, tuple(tokens))
         finish = None if de_ND is None else hidden_gradient(x_nD, scale_N, own_N, c_VD, codes_N, de_ND)
         of_targets = target_entries(w_n, scale_N, own_N, codes_N)
 
