@@ -17,11 +17,11 @@ import torch
 
 from cce.presets import Accumulation
 from cce.tiles import (
+    BLOCK_BYTES,
     DEFAULT_SLICE_CLASSES,
     DEFAULT_SLICE_MIB,
     FILTER_TILE,
     HOPPER_STREAMING_TILE,
-    KAHAN_BLOCK_BYTES,
     MIB,
     MULTIPROCESSORS,
     Architecture,
@@ -50,7 +50,7 @@ Sum = Accumulation | Literal["registers"]
 
 def mib_of_sum(rows: int, hidden: int, accumulation: Accumulation) -> float:
     """What a sum in bf16 takes beside itself: its fp32 copy, or rounding errors and the block that products go through."""
-    return (rows * hidden * ACCUMULATION_BYTES[accumulation] + KAHAN_BLOCK_BYTES * (accumulation == "kahan")) / MIB
+    return (rows * hidden * ACCUMULATION_BYTES[accumulation] + BLOCK_BYTES * (accumulation == "kahan")) / MIB
 
 
 def default_workspace_mib(tokens: int, hidden: int, accumulation: Accumulation) -> float:
@@ -111,36 +111,50 @@ def one_pass_splits(chunk: int, vocabulary: int, hidden: int, arch: Architecture
 
 
 def classes_in_dc(tokens: int, chunk: int, hidden: int, vocabulary: int, columns: int) -> int:
-    """Classes, all or a multiple of `columns`, whose exponentials of a chunk lie in dC's own memory, as large as a gradient in bf16.
+    """Classes, the last ones, whose exponentials of a chunk lie in dC's own memory, as large as a gradient in bf16; the others are a
+    multiple of `columns`.
 
-    They have it to themselves while dC adds up elsewhere. Where the chunk is all tokens dC does not add up: the exponentials of
-    the first classes leave room for the rows of dC that come of them, behind those that they belong in.
+    They have it to themselves while dC adds up elsewhere. Where the chunk is all tokens dC does not add up: they leave room for the
+    rows of dC that come of them, the last ones.
     """
     if chunk < tokens:
         most = vocabulary * hidden // chunk
         if most >= padded_width(vocabulary, 2):
             return vocabulary
     else:
-        most = min(vocabulary * hidden // (tokens + hidden), vocabulary // 2)
-    return most // columns * columns
+        most = vocabulary * hidden // (tokens + hidden)
+    most = most // 8 * 8  # rows at multiples of 16 bytes
+    return max(0, vocabulary - math.ceil((vocabulary - most) / columns) * columns)
 
 
 def one_pass_bytes(
     tokens: int, chunk: int, hidden: int, vocabulary: int, accumulation: Accumulation, need_c: bool, arch: Architecture
 ) -> int:
     """Workspace. Of dC's sum, where there are several chunks: its fp32 copy, or rounding errors and the block that the products go
-    through. Of a chunk: the exponentials that do not lie in dC's own memory, their references, partial sums, dE in fp32 and scaled
-    e. Of every token: sixteen numbers."""
+    through. Of a chunk: the exponentials that do not lie in dC's own memory, their references, partial sums, dE (or a block of dC)
+    in fp32 and scaled e. Of every token: sixteen numbers, and for the sums of targets' entries one per 16 of e. Of every class:
+    two."""
     chunk, columns = min(chunk, tokens), logits_tile(torch.bfloat16, hidden, arch, stored=True).columns
     references = math.ceil(vocabulary / columns)
     parts = max(n * one_pass_splits(n, vocabulary, hidden, arch) for n in chunk_sizes(tokens, chunk))
     of_c = in_dc = 0
+    x = 4 * hidden * chunk
     if need_c and chunk < tokens:
         of_c = int(mib_of_sum(vocabulary, hidden, accumulation) * MIB)
+    elif need_c:
+        x = max(x, min(4 * hidden * vocabulary, BLOCK_BYTES))
     if need_c and (chunk == tokens or accumulation == "fp32"):
         in_dc = classes_in_dc(tokens, chunk, hidden, vocabulary, columns)
     exponentials = chunk * 2 * padded_width(vocabulary - in_dc, 2)
-    return of_c + exponentials + chunk * (4 * references + 6 * hidden) + 4 * parts + 64 * tokens
+    of_chunk = exponentials + x + chunk * (4 * references + 2 * hidden) + 4 * parts
+    return of_c + of_chunk + tokens * (64 + hidden // 16) + vocabulary * 8
+
+
+def product_rows(most: int, hidden: int) -> int:
+    """Rows, at most `most`, of a product with `hidden` columns, so that its tiles of 128 x 256 are whole rounds of the GPU, or few."""
+    columns = math.ceil(hidden / 256)
+    rounds = most // 128 * columns // MULTIPROCESSORS
+    return rounds * MULTIPROCESSORS // columns * 128 if rounds else max(1, most // 8 * 8)
 
 
 def in_registers_bytes(tokens: int, chunk: int, hidden: int, vocabulary: int, need_c: bool) -> int:
@@ -154,7 +168,7 @@ def in_registers_bytes(tokens: int, chunk: int, hidden: int, vocabulary: int, ne
 
 def _sum_seconds(rows: int, hidden: int, accumulation: Accumulation) -> float:
     """Adding to a sum [rows, hidden] once."""
-    blocks = math.ceil(4 * rows * hidden / KAHAN_BLOCK_BYTES) if accumulation == "kahan" else 0
+    blocks = math.ceil(4 * rows * hidden / BLOCK_BYTES) if accumulation == "kahan" else 0
     return rows * hidden * TRAFFIC[accumulation] / MEMORY_RATE + blocks * BLOCK_SECONDS
 
 

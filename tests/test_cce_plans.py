@@ -62,14 +62,21 @@ def test_exponentials_take_dcs_memory():
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("n,d,v", SHAPES)
+@pytest.mark.parametrize("n,d,v", [*SHAPES, (120, 24, 40)])
 def test_exponentials_in_dcs_memory_are_in_nobodys_way(n, d, v, itemsize):
-    """Those of all tokens, in its first bytes, beside the rows of dC that come of them, in its last, beside where these go."""
-    classes = plans.classes_in_dc(n, n, d, v, 32)
-    exponentials, rows = 2 * n * classes, classes * d * itemsize
-    assert classes % 32 == 0 and exponentials + rows <= v * d * itemsize and 2 * rows <= v * d * itemsize
-    for chunk in (1, n // 3, n - 1):
-        assert chunk * 2 * plans.classes_in_dc(n, chunk, d, v, 32) <= 2 * v * d
+    """Those of all tokens, in its first bytes, leave the rows of dC that come of them, its last."""
+    for chunk in (1, n // 3, n - 1, n):
+        classes = plans.classes_in_dc(n, chunk, d, v, 32)
+        assert 0 <= classes <= v and (classes == v or (v - classes) % 32 == 0)
+        exponentials, rows = 2 * chunk * tiles.padded_width(classes, 2), classes * d * itemsize
+        assert exponentials + (rows if chunk == n else 0) <= v * d * itemsize
+
+
+@pytest.mark.parametrize("most,hidden", [(16384, 2048), (8192, 2304), (100, 64), (5000, 100)])
+def test_rows_of_a_product_fill_rounds(most, hidden):
+    rows = plans.product_rows(most, hidden)
+    rounds = math.ceil(rows / 128) * math.ceil(hidden / 256) / MULTIPROCESSORS
+    assert 0 < rows <= most and (rows == most // 8 * 8 or rounds > 0.95 * math.ceil(rounds))
 
 
 @pytest.mark.parametrize("stored", [False, True])

@@ -15,7 +15,7 @@ import triton
 from cce.kernels.filter import kept_tiles, survivors
 from cce.kernels.gradient import logit_gradient, tiles_of_tokens
 from cce.kernels.logits import addressable
-from cce.kernels.product import add_product, kahan_block, kahan_product, product_into
+from cce.kernels.product import add_product, block_rows, kahan_product, product_into
 from cce.plans import default_workspace_mib, slices, summed_in
 from cce.presets import GradientMode
 from cce.targets import IGNORED
@@ -84,7 +84,7 @@ def backward_parts(
     if need_e and accumulation == "kahan" and dtypes[0] != torch.float32:
         comp_ND = torch.empty_like(de_ND)
         if not filter_e and dtype != torch.float16:
-            block = torch.empty(min(N, kahan_block(padded)), padded, dtype=torch.float32, device=device)
+            block = torch.empty(min(N, block_rows(padded)), padded, dtype=torch.float32, device=device)
 
     taken = mib(maxima, comp_ND, block, sum_ND if fp32_sum else None) + (BIAS_PARTS_BYTES / MIB if need_bias else 0)
     free = workspace - taken

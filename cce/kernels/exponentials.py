@@ -142,7 +142,6 @@ def _tokens_kernel(
     minus_rest = -tl.where(gap > 0, 1.0, x) / (1 + x)
     dloss = tl.load(Dloss)
     of_lse = 2 * z_loss * lse  # dlse / dloss
-    of_lse = tl.where(of_lse == -1, -1 + 2.0**-24, of_lse)  # a target's entry is stored in units of a scale that is not 0
     own = minus_rest + p * of_lse
     if HAS_SOFTCAP:
         t = target / softcap
@@ -246,8 +245,8 @@ def exponentials(
         (triton.cdiv(n, block),),
         (
             parts, tile_references, target_N, codes_N, dloss, *tokens, left, right, e_ND, scaled_e, None, None, None, n,
-            V, left.shape[1], D, left.stride(0), right.stride(0), e_ND.stride(0), 0 if scaled_e is None else scaled_e.stride(0), 0, 0, splits, tiles_v, z_loss,
-            softcap or 1.0,
+            V, left.shape[1], D, left.stride(0), right.stride(0), e_ND.stride(0),
+            0 if scaled_e is None else scaled_e.stride(0), 0, 0, splits, tiles_v, z_loss, softcap or 1.0,
         ),
         dict(
             HAS_SOFTCAP=softcap is not None, STREAMED=False, NEED_SCALED=scaled_e is not None, NEED_DE=False,

@@ -10,7 +10,7 @@ import triton.language as tl
 from cce.kernels.epilogues import halves
 from cce.kernels.filter import Survivors
 from cce.kernels.logits import descriptor, dot, grouped, precision
-from cce.tiles import KAHAN_BLOCK_BYTES, MULTIPROCESSORS, architecture, filter_tile, interpreting, product_tile
+from cce.tiles import BLOCK_BYTES, MULTIPROCESSORS, architecture, filter_tile, interpreting, product_tile
 
 
 # How a sum over calls is rounded. Out and Comp are in the gradient's dtype, or Out alone in fp32:
@@ -173,9 +173,9 @@ def product_into(
         add_product(a, b_KC, out_MC, transposed=transposed, add=add)
 
 
-def kahan_block(columns: int) -> int:
-    """Rows of the fp32 block that kahan_product goes through."""
-    return 16 if interpreting() else max(128, KAHAN_BLOCK_BYTES // (4 * columns) // 128 * 128)
+def block_rows(columns: int) -> int:
+    """Rows of the fp32 block that products go through where they are finished piece by piece."""
+    return 16 if interpreting() else max(128, BLOCK_BYTES // (4 * columns) // 128 * 128)
 
 
 def kahan_product(
