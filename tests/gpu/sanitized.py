@@ -49,7 +49,8 @@ def check(
     errors = [relative(a, r) for a, r in zip(ours, gradients(expected * upstream, tensors))]
     off = abs(float(loss) / float(expected) - 1)
     print(n, d, v, dtype, impl, workspace_mib, f"loss {off:.1e}", *(f"{error:.1e}" for error in errors), flush=True)
-    assert off < 1e-5 and all(error < (1e-2 if impl in EXACT else 1.0) for error in errors), "wrong"
+    right = off < 1e-5 and all(error < (1e-2 if impl in EXACT else 1.0) for error in errors)
+    assert right, [f"{int((~gradient.isfinite()).sum())} of {gradient.numel()} not finite" for gradient in ours]
 
 
 def main() -> None:

@@ -137,7 +137,7 @@ def test_what_tensor_cores_cut_off_is_made_up_for(kind):
         with torch.set_grad_enabled(workspace_mib is not None):  # with gradients and memory in one pass
             inputs = e.clone().requires_grad_(), c.clone().requires_grad_()
             loss = cce.linear_cross_entropy(*inputs, targets, impl="cce_exact", workspace_mib=workspace_mib)
-        assert abs(float(loss) / expected - 1) < 1e-6
+        assert abs(loss.item() / expected - 1) < 1e-6
 
 
 @pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
