@@ -302,7 +302,7 @@ def test_one_pass(monkeypatch, options, scale, accumulation, chunk):
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 def test_numbers_of_tokens_from_parts_of_the_vocabulary(splits, z_loss):
     """nll, lse, dE and what dC is made of, of tokens 16 on, from w C of each split in units of its own reference."""
-    from cce.kernels.exponentials import streamed_tokens
+    from cce.kernels.kept import streamed_tokens
     from cce.kernels.problem import Problem
 
     (n, d, v), first = (37, 24, 101), 16

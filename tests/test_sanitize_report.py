@@ -1,7 +1,7 @@
 """What of racecheck's report `make sanitize` lets pass: tests/gpu/sanitize.py."""
 
 import pytest
-from gpu.sanitize import CONTROL, LAST_WORDS, PROGRAM, dispatches, judge
+from gpu.sanitize import CONTROL, KERNELS, LAST_WORDS, PROGRAM, dispatches, judge
 
 HOPPER = """
 @gluon.jit
@@ -65,6 +65,13 @@ def test_a_line_that_may_be_the_kernels_code_in_a_file_of_the_same_name_counts(f
     sources = [*SOURCES, ("sums.py", PLAIN.format(function))]
     assert counts(CONTROLLED, record("_sum_kernel", "sums.py", 10, 12), sources=sources) == [0, 2]
     assert counts(CONTROLLED, record("_sum_kernel", "sums.py", 10, 14), sources=sources) == [count, 2 - count]
+
+
+def test_all_dispatches_of_ours_can_be_told():
+    """No other file of their name has code in their lines."""
+    sources = [(path.name, path.read_text()) for path in KERNELS]
+    apart = set().union(*(dispatches([source]) for source in sources))
+    assert dispatches(sources) == apart and len({kernel for kernel, _, _ in apart}) == 6
 
 
 def test_records_of_another_form_count():

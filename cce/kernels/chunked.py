@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 import triton
 
-from cce.kernels.exponentials import Kept, exponentials
 from cce.kernels.finishing import TokensByTarget, hidden_gradient
+from cce.kernels.kept import Kept, exponentials
 from cce.kernels.launch import in_chunks
 from cce.kernels.problem import Problem
 from cce.kernels.product import block_rows, kahan_product, product_into

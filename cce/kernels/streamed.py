@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from cce.kernels.exponentials import streamed_tokens
+from cce.kernels.kept import streamed_tokens
 from cce.kernels.launch import in_chunks
 from cce.kernels.problem import Problem
 from cce.kernels.target_logit import target_logit

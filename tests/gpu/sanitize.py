@@ -16,6 +16,7 @@ from typing import IO
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests/gpu/sanitized.py"
+KERNELS = [PROGRAM, *sorted((ROOT / "cce/kernels").rglob("*.py"))]  # where its kernels are
 LAST_WORDS = "every kernel ran"  # of PROGRAM
 CONTROL = "_dispatch_kernel"  # its first kernel
 ACCESS = re.compile(r"(?:Read|Write) access at (\w+)\+0x[0-9a-f]+ in (?:\S*/)?(\S+):(\d+)")
@@ -84,8 +85,7 @@ def main() -> int:
         reports.append((process.returncode, said.read()))
         print(reports[-1][1], flush=True)
     (status, _), (_, report) = reports
-    kernels = [PROGRAM, *(ROOT / "cce/kernels").rglob("*.py")]
-    count, excused = judge(report, [(path.name, path.read_text()) for path in kernels])
+    count, excused = judge(report, [(path.name, path.read_text()) for path in KERNELS])
     print(f"racecheck: {len(count)} records count; {len(excused)} of the dispatch of specialized warps do not")
     return int(status != 0 or bool(count))
 

@@ -13,9 +13,9 @@ of what the epilogue makes (streaming.py).
 """
 
 from cce.kernels.hopper.exponentials import exponentials
-from cce.kernels.hopper.gradient import logit_gradient
 from cce.kernels.hopper.hidden_product import hidden_product
 from cce.kernels.hopper.log_sum_exp import log_sum_exp
+from cce.kernels.hopper.logit_gradient import logit_gradient
 from cce.kernels.hopper.vocabulary_gradient import vocabulary_gradient
 
 __all__ = ["exponentials", "hidden_product", "log_sum_exp", "logit_gradient", "vocabulary_gradient"]

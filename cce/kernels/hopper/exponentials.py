@@ -1,4 +1,4 @@
-"""The kept exponentials of cce/kernels/exponentials.py."""
+"""The kept exponentials of cce/kernels/kept.py."""
 
 import torch
 from triton.experimental import gluon
@@ -68,7 +68,7 @@ def _exponentials_consumer(
     tma.store_wait(0)
 
 
-# cce/kernels/exponentials.py says what it computes.
+# cce/kernels/kept.py says what it computes.
 @gluon.jit
 def _exponentials_kernel(
     E, C, Left, Right, Bias, Codes, Reference, Part, TileReference, N, V, left_V, softcap, splits, first_n,
@@ -100,7 +100,7 @@ def exponentials(
     arguments: tuple,
     flags: dict,
 ) -> Launch:
-    """As exponentials.py's _exponentials_kernel; for the tokens of left [n, left_V] and right [n, V - left_V]."""
+    """As kept.py's _exponentials_kernel; for the tokens of left [n, left_V] and right [n, V - left_V]."""
     grid, constants = walk(left.shape[0], e_ND, arguments[-1])
     return Launch(
         _exponentials_kernel,

@@ -68,7 +68,7 @@ def _product_consumer(
         store_sums(X + split.to(gl.int64) * N * D, x, n0 + half * ROWS, N, D, D)
 
 
-# X [splits, N, D] fp32: w C of a split of the vocabulary, w and its sums in Part those of cce/kernels/exponentials.py, in units of
+# X [splits, N, D] fp32: w C of a split of the vocabulary, w and its sums in Part those of cce/kernels/kept.py, in units of
 # 2^-LastReference [splits, N], the reference of the split's last tile. w is rounded to e's dtype as an operand.
 @gluon.jit
 def _hidden_product_kernel(
@@ -100,7 +100,7 @@ def hidden_product(
 ) -> Launch:
     """launch(first): fill x_snD [splits, n, D] and parts and references [splits, n], all fp32 and contiguous, for n tokens.
 
-    target_N: as for cce/kernels/exponentials.py: exponentials.
+    target_N: as for cce/kernels/kept.py: exponentials.
     """
     e_ND, c_VD, bias_V, codes_N, _, softcap, _ = problem
     splits, n, D = x_snD.shape

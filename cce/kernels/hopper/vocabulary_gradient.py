@@ -76,7 +76,7 @@ def _gradient_consumer(
 
 
 # dC = dloss g^T e, g = 2^(z log2e - shift), with the softcap's slope and the sign of 1 + 2 z_loss lse, and `own` for each token's
-# target (shift, own: cce/kernels/exponentials.py: _tokens_kernel). g is rounded to e's dtype as an operand, and summed over all
+# target (shift, own: cce/kernels/kept.py: _tokens_kernel). g is rounded to e's dtype as an operand, and summed over all
 # tokens in fp32. Without any token that is not ignored, dloss is not finite.
 @gluon.jit
 def _vocabulary_gradient_kernel(
@@ -100,7 +100,7 @@ def _vocabulary_gradient_kernel(
 def vocabulary_gradient(
     problem: Problem, lse_N: torch.Tensor, shift_N: torch.Tensor, own_N: torch.Tensor, dc_VD: torch.Tensor
 ) -> None:
-    """Fill dc_VD, of any dtype. lse, shift, own: each [N] fp32, of cce/kernels/exponentials.py: streamed_tokens."""
+    """Fill dc_VD, of any dtype. lse, shift, own: each [N] fp32, of cce/kernels/kept.py: streamed_tokens."""
     e_ND, c_VD, bias_V, codes_N, dloss, softcap, z_loss = problem
     (N, D), V = e_ND.shape, c_VD.shape[0]
     _vocabulary_gradient_kernel[programs(V, 1, e_ND.device)](
