@@ -37,6 +37,9 @@ PRODUCT_RATE = 650e12
 REGISTERS_RATE = 700e12  # of the two kernels that add up in registers
 MEMORY_RATE = 4e12
 LOGITS_RATE = 0.75e12  # logits/s that an epilogue makes numbers of: what bounds kernels where D is small
+MOST_IDLE = (
+    0.13  # of a product whose tiles do not fill rounds of the GPU: the vendor's library has tiles of other sizes, too
+)
 CHUNK_SECONDS = 25e-6  # of a chunk or slice beside its products: launches, small kernels
 BLOCK_SECONDS = 6e-6  # of a block of a Kahan sum beside its traffic, each time: small products
 
@@ -151,10 +154,12 @@ def one_pass_bytes(
 
 
 def product_rows(most: int, hidden: int) -> int:
-    """Rows, at most `most`, of a product with `hidden` columns, so that its tiles of 128 x 256 are whole rounds of the GPU, or few."""
+    """Rows, at most `most`, of a product with `hidden` columns, so that its tiles of 128 x 256 are whole rounds of the GPU, or few.
+    A multiple of 8, which keeps 16 bytes aligned, unless there are fewer."""
     columns = math.ceil(hidden / 256)
     rounds = most // 128 * columns // MULTIPROCESSORS
-    return rounds * MULTIPROCESSORS // columns * 128 if rounds else max(1, most // 8 * 8)
+    of_rounds = rounds * MULTIPROCESSORS // columns * 128
+    return of_rounds or most // 8 * 8 or most
 
 
 def in_registers_bytes(tokens: int, chunk: int, hidden: int, vocabulary: int, need_c: bool) -> int:
@@ -248,13 +253,13 @@ def _by_chunks(
         # By tiles of 128 x 256; few are split along the vocabulary.
         tiles = rows * math.ceil(hidden / 256)
         busy = tiles * max(1, MULTIPROCESSORS // tiles) / MULTIPROCESSORS
-        return of_sum + need_e * of_product * (math.ceil(busy) / busy - 1) + CHUNK_SECONDS
+        return of_sum + need_e * of_product * min(math.ceil(busy) / busy - 1, MOST_IDLE) + CHUNK_SECONDS
 
     def seconds(rows: int, kept: Accumulation) -> float:
         whole, rest = divmod(token_tiles, rows)
         return logits + product * (need_c + need_e) + whole * of_chunk(rows, kept) + of_chunk(rest, kept)
 
-    if fits(token_tiles, accumulation):  # nothing adds up, and no product is cut
+    if fits(token_tiles, accumulation):  # nothing adds up
         return seconds(token_tiles, accumulation), token_tiles * step, accumulation
     for kept in ("fp32", "kahan") if accumulation == "kahan" else (accumulation,):
         most = most_tiles(kept)
@@ -264,9 +269,8 @@ def _by_chunks(
         return None
     choices = [rows for rows in range(max(1, most - MULTIPROCESSORS), most + 1) if fits(rows, kept)]
     fastest = min(seconds(rows, kept) for rows in choices)
-    rows = next(
-        rows for rows in choices if seconds(rows, kept) <= 1.003 * fastest
-    )  # the least memory of equally fast ones
+    # The least memory of equally fast ones.
+    rows = next(rows for rows in choices if seconds(rows, kept) <= 1.002 * fastest)
     return seconds(rows, kept), rows * step, kept
 
 

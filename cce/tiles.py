@@ -99,7 +99,8 @@ DEFAULT_SLICE_MIB = 64.0
 DEFAULT_SLICE_CLASSES = 1024
 MIB = 2**20
 BIAS_PARTS_BYTES = 4 * MIB  # at most, of the sums over tiles of tokens that become dbias
-# Of the fp32 block through which a Kahan sum goes, or dC without a sum: small enough to stay in L2 between the product and the addition.
+# Of the fp32 block through which a Kahan sum goes: small enough to stay in L2 between the product and the addition. Where dC has no sum
+# its rows go through the memory of dE's chunk, or of such a block where that is less.
 BLOCK_BYTES = 16 * MIB
 
 

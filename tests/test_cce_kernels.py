@@ -289,8 +289,8 @@ def test_two_ranks_agree_with_the_whole_vocabulary(tmp_path):
     "accumulation,chunk", [("kahan", 16), ("fp32", 16), ("plain", 16), ("fp32", 32), ("fp32", 39), ("kahan", 64)]
 )
 def test_one_pass(monkeypatch, options, scale, accumulation, chunk):
-    """Three chunks of tokens; two, whose exponentials dC's memory has room for 64 classes of; one, with room for 32. At large scales the
-    references of exponentials move (a logit is hundreds above the target's)."""
+    """Three chunks of tokens; two, and one, whose exponentials lie in part in dC's memory. At large scales the references of
+    exponentials move (a logit is hundreds above the target's)."""
     monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (chunk, accumulation))
     bias = "softcap" in options
     e, c, targets, b = inputs((3, 13), 24, 101, torch.bfloat16, bias=bias, ignored=0.2, scale=scale)
@@ -417,6 +417,42 @@ def test_one_pass_adds_up_long_runs_of_a_target(monkeypatch, chunk):
         assert all(relative(own, reference) < TOLERANCE[torch.bfloat16] for own, reference in zip(ours, theirs))
 
 
+@pytest.mark.parametrize("n,d,v", [(1, 16, 5), (3, 20, 7), (9, 16, 5), (40, 24, 101)])
+@pytest.mark.parametrize("ignored", [0.0, 1.0])
+def test_one_pass_of_one_chunk_with_fp32_gradients(monkeypatch, n, d, v, ignored):
+    """Autocast: dC is fp32, in whose memory exponentials lie in bf16. Few tokens and classes; no target at all."""
+    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (n, "fp32"))
+    e, c, targets, _ = inputs(n, d, v, torch.float32, ignored=ignored)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = cce.linear_cross_entropy(e, c, targets, reduction="sum")
+    ours = torch.autograd.grad(loss, (e, c))
+    rounded = [matrix.detach().bfloat16().requires_grad_() for matrix in (e, c)]
+    theirs = gradients(formula(*rounded, targets, reduction="sum")[0], rounded)
+    for own, reference in zip(ours, theirs):
+        assert own.dtype == torch.float32
+        assert (own == 0).all() if ignored else relative(own, reference) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("kahan", [False, True])
+def test_rows_of_dc_take_the_compensation_and_the_targets(kahan):
+    """round(x - comp + own e of the targets), for classes 30 to 70 of 101."""
+    from cce.kernels.finishing import TokensByTarget
+
+    generator = torch.Generator().manual_seed(0)
+    e, own, codes = (
+        torch.randn(40, 24, generator=generator).bfloat16(),
+        torch.randn(40, generator=generator),
+        torch.arange(40) + 25,
+    )
+    x, comp = torch.randn(2, 40, 24, generator=generator)
+    expected = x.double() - (comp.bfloat16().double() if kahan else 0)
+    expected[:35] += (own.double()[:, None] * e.double())[5:]  # classes 25 to 29 are not among the rows
+    dc = torch.empty(40, 24)
+    by_target = TokensByTarget(e, own, codes.int(), 101)
+    by_target.class_rows(x, comp.bfloat16() if kahan else None, 30, dc)
+    torch.testing.assert_close(dc.double(), expected, rtol=1e-6, atol=1e-6)
+
+
 def test_one_pass_backward_again_and_again(monkeypatch):
     """.grad may be the saved gradient itself; it is written to between the passes."""
     monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (16, "fp32"))
@@ -432,7 +468,7 @@ def test_one_pass_backward_again_and_again(monkeypatch):
     assert relative(e.grad, expected[0]) < TOLERANCE[torch.bfloat16]
 
 
-@pytest.mark.parametrize("chunk", [None, (16, "fp32")])
+@pytest.mark.parametrize("chunk", [None, (16, "fp32"), (40, "fp32")])
 def test_impossible_targets(monkeypatch, chunk):
     """A target whose logit is -inf: its loss is inf, as in F.cross_entropy, and the gradients are finite."""
     monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: chunk)
@@ -503,8 +539,9 @@ def test_one_pass_within_a_checkpoint_and_twice_in_one_loss(monkeypatch):
         de.sum().backward()
 
 
-def test_one_pass_with_a_frozen_side(monkeypatch):
-    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (16, "fp32"))
+@pytest.mark.parametrize("tokens", [16, 40])
+def test_one_pass_with_a_frozen_side(monkeypatch, tokens):
+    monkeypatch.setattr(function, "chunk_of_tokens", lambda *_: (tokens, "fp32"))
     for frozen in (0, 1):
         tensors = list(inputs(40, 24, 101, torch.bfloat16)[:3])
         expected = gradients(formula(*tensors)[0], tensors[:2])

@@ -57,7 +57,8 @@ def chunked(
     splits = {n: one_pass_splits(n, V, D, arch) for n in chunk_sizes(N, chunk)}
     parts = torch.empty(max(splits[n] * n for n in splits), **f32)
     tile_references = torch.empty(triton.cdiv(V, tile.columns), chunk, **f32)
-    x = torch.empty(max(chunk, min(V, block_rows(D))) if of_all else chunk, D, **f32)
+    x_rows = max(chunk, min(V, block_rows(D))) if of_all and dc_VD is not None else chunk
+    x = torch.empty(x_rows, D, **f32)
     scaled_e = None if dc_VD is None else torch.empty(chunk, D, dtype=e_ND.dtype, device=e_ND.device)
     target_N = target_logit(e_ND, c_VD, bias_V, codes_N, softcap)
     _, _, scale_N, own_N = tokens
