@@ -22,9 +22,9 @@ POINTERS = {
     **dict.fromkeys(("Part", "PartTotal", "Reference", "TileReference", "LastReference", "X"), "fp32"),
     **dict.fromkeys(("Lse", "Expm1", "Dloss", "Dlse", "Shift", "Own"), "fp32"),
 }  # fmt: skip
-NUMBERS = dict.fromkeys(("N", "V", "left_V", "splits", "first_n", "first_v", "width", "stride_dc"), "i32") | dict.fromkeys(
-    ("softcap", "smoothing", "uniform", "z_loss"), "fp32"
-)
+NUMBERS = dict.fromkeys(
+    ("N", "V", "left_V", "splits", "first_n", "first_v", "width", "stride_dc"), "i32"
+) | dict.fromkeys(("softcap", "smoothing", "uniform", "z_loss"), "fp32")
 
 
 def signature(kernel, dtype: str, classes: int, constants: dict) -> tuple[dict, dict]:
@@ -73,6 +73,9 @@ def test_compiles_and_fits(name, dtype, hidden, options, tmp_path):
     source = GluonASTSource(fn=kernel, signature=types, constexprs=positions)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=host.LAUNCH)
     assert compiled.metadata.shared <= SHARED_MEMORY
+    # Of each stage two, and two of what stays for an item. One that nothing waits for would share its word with a buffer.
+    stages = 4 if classes == 64 else 1024 // classes
+    assert compiled.asm["ptx"].count("mbarrier.init") == 2 * stages + 2 * keep
 
     ptx = tmp_path / "kernel.ptx"
     ptx.write_text(compiled.asm["ptx"])

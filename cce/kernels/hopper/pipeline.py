@@ -65,23 +65,34 @@ def shared_memory(E, C, STEPS: gl.constexpr, KEEP: gl.constexpr):
     STAGES: gl.constexpr = 1024 // C.block_type.shape[0]  # as many as 128 KiB of c hold
     e_tiles = gl.allocate_shared_memory(E.dtype, [2 * (STEPS if KEEP else STAGES), ROWS, DEPTH], E.layout)
     c_tiles = gl.allocate_shared_memory(C.dtype, [STAGES] + C.block_type.shape, C.layout)
-    full, empty, e_full, e_empty = barriers(STAGES)
+    full, empty = barriers(STAGES)
+    if KEEP:
+        e_full, e_empty = item_barriers()
+    else:
+        # Nothing waits for them. Barriers that nothing uses would share their words with a buffer.
+        e_full, e_empty = full.index(0), empty.index(0)
     return e_tiles, c_tiles, full, empty, e_full, e_empty
 
 
 @gluon.jit
 def barriers(STAGES: gl.constexpr):
-    """(full, empty) of each stage and of what stays for an item."""
+    """(full, empty) of each stage."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    item_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    item_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=2)
-    mbarrier.init(item_full, count=1)
-    mbarrier.init(item_empty, count=2)
-    return full, empty, item_full, item_empty
+    return full, empty
+
+
+@gluon.jit
+def item_barriers():
+    """(full, empty) of what stays for an item."""
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=2)
+    return full, empty
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from cce.kernels.hopper.host import descriptor
-from cce.kernels.hopper.pipeline import ROWS, TOKENS, after, barriers, logits_layout, part_at
+from cce.kernels.hopper.pipeline import ROWS, TOKENS, after, barriers, item_barriers, logits_layout, part_at
 from cce.tiles import HOPPER_STREAMING_TILE
 
 COLUMNS = gl.constexpr(HOPPER_STREAMING_TILE.columns)
@@ -30,7 +30,8 @@ def shared_memory(Rows, Columns):
     """Buffers and barriers: (rows, columns, full, empty, rows' full, rows' empty)."""
     rows = gl.allocate_shared_memory(Rows.dtype, [2] + Rows.block_type.shape, Rows.layout)
     columns = gl.allocate_shared_memory(Columns.dtype, [STAGES] + Columns.block_type.shape, Columns.layout)
-    full, empty, rows_full, rows_empty = barriers(STAGES)
+    full, empty = barriers(STAGES)
+    rows_full, rows_empty = item_barriers()
     return rows, columns, full, empty, rows_full, rows_empty
 
 
