@@ -208,7 +208,8 @@ def exponentials(
     """Two kernels to launch one after the other, with the first token of a chunk: they fill w, but for the targets'
     entries, which are 0, scaled_e [n, D] and the chunk's part of tokens = (nll, lse, scale, own), each [N] fp32, of _tokens_kernel.
 
-    target_N: of target_logit.py, where references start. parts [splits, n] and tile_references [tiles of classes, n]: fp32 scratch.
+    w: in two places the left one has whole tiles of classes. target_N: of target_logit.py, where references start. parts [splits, n]
+    and tile_references [tiles of classes, n]: fp32 scratch.
     """
     e_ND, c_VD, bias_V, codes_N, dloss, softcap, z_loss = problem
     (left, right), n, V = w, w.left.shape[0], c_VD.shape[0]
