@@ -34,12 +34,11 @@ from cce.tiles import (
 
 # Rates that the ways are compared at, an H200's: products in FLOP/s, memory in bytes/s. On another GPU the choice is a guess.
 PRODUCT_RATE = 650e12
-REGISTERS_RATE = 700e12  # of the two kernels that add up in registers
+REGISTERS_RATE = 700e12  # of the two kernels that add up in registers (experiments/loss_heads/trace_kernels.py)
 MEMORY_RATE = 4e12
 LOGITS_RATE = 0.75e12  # logits/s that an epilogue makes numbers of: what bounds kernels where D is small
-MOST_IDLE = (
-    0.13  # of a product whose tiles do not fill rounds of the GPU: the vendor's library has tiles of other sizes, too
-)
+# Of a product whose tiles do not fill rounds of the GPU; a guess: the vendor's library has tiles of other sizes, too.
+MOST_IDLE = 0.13
 CHUNK_SECONDS = 25e-6  # of a chunk or slice beside its products: launches, small kernels
 BLOCK_SECONDS = 6e-6  # of a block of a Kahan sum beside its traffic, each time: small products
 
@@ -102,11 +101,6 @@ def slices(
         first += width
 
 
-def chunk_sizes(tokens: int, chunk: int) -> set[int]:
-    """Of one pass: the last chunk is what is left."""
-    return {chunk, tokens % chunk or chunk} if chunk < tokens else {tokens}
-
-
 def one_pass_splits(chunk: int, vocabulary: int, hidden: int, arch: Architecture) -> int:
     """Splits of the vocabulary in one pass: each program walks one split for one tile of a chunk's tokens."""
     tile = logits_tile(torch.bfloat16, hidden, arch, stored=True)
@@ -138,16 +132,17 @@ def one_pass_bytes(
     in fp32 and scaled e. Of every token: sixteen numbers, and for the sums of targets' entries one per 16 of e. Of every class:
     two."""
     chunk, columns = min(chunk, tokens), logits_tile(torch.bfloat16, hidden, arch, stored=True).columns
+    of_all = chunk == tokens
     references = math.ceil(vocabulary / columns)
-    parts = max(n * one_pass_splits(n, vocabulary, hidden, arch) for n in chunk_sizes(tokens, chunk))
-    of_c = in_dc = 0
-    x = 4 * hidden * chunk
-    if need_c and chunk < tokens:
-        of_c = int(mib_of_sum(vocabulary, hidden, accumulation) * MIB)
-    elif need_c:
-        x = max(x, min(4 * hidden * vocabulary, BLOCK_BYTES))
-    if need_c and (chunk == tokens or accumulation == "fp32"):
+    sizes = {chunk, tokens % chunk or chunk}  # the last chunk is what is left
+    parts = sum(n * one_pass_splits(n, vocabulary, hidden, arch) for n in sizes)
+    of_c, in_dc, x = 0, 0, 4 * hidden * chunk
+    if need_c and (of_all or accumulation == "fp32"):
         in_dc = classes_in_dc(tokens, chunk, hidden, vocabulary, columns)
+    if need_c and of_all:
+        x = max(x, min(4 * hidden * vocabulary, BLOCK_BYTES))
+    elif need_c:
+        of_c = int(mib_of_sum(vocabulary, hidden, accumulation) * MIB)
     exponentials = chunk * 2 * padded_width(vocabulary - in_dc, 2)
     of_chunk = exponentials + x + chunk * (4 * references + 2 * hidden) + 4 * parts
     return of_c + of_chunk + tokens * (64 + hidden // 16) + vocabulary * 8

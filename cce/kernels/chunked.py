@@ -25,7 +25,7 @@ from cce.kernels.launch import in_chunks
 from cce.kernels.problem import Problem
 from cce.kernels.product import block_rows, kahan_product, product_into
 from cce.kernels.target_logit import target_logit
-from cce.plans import chunk_sizes, classes_in_dc, one_pass_splits, product_rows
+from cce.plans import classes_in_dc, one_pass_splits, product_rows
 from cce.presets import Accumulation
 from cce.tiles import architecture, logits_tile, padded_width
 
@@ -54,10 +54,10 @@ def chunked(
     # While dC's sum is kept elsewhere, or there is none, its own memory has room for exponentials.
     has_room = dc_VD is not None and (fp32_sum or of_all)
     w = _places(problem, chunk, tile.columns, dc_VD.view(-1).view(e_ND.dtype) if has_room else None)
-    splits = {n: one_pass_splits(n, V, D, arch) for n in chunk_sizes(N, chunk)}
-    parts = torch.empty(max(splits[n] * n for n in splits), **f32)
     tile_references = torch.empty(triton.cdiv(V, tile.columns), chunk, **f32)
-    x_rows = max(chunk, min(V, block_rows(D))) if of_all and dc_VD is not None else chunk
+    x_rows = 0 if de_ND is None else chunk
+    if of_all and dc_VD is not None:
+        x_rows = max(chunk, min(V, block_rows(D)))
     x = torch.empty(x_rows, D, **f32)
     scaled_e = None if dc_VD is None else torch.empty(chunk, D, dtype=e_ND.dtype, device=e_ND.device)
     target_N = target_logit(e_ND, c_VD, bias_V, codes_N, softcap)
@@ -67,8 +67,8 @@ def chunked(
         """step(first): the work on tokens first to first + n."""
         w_n = w.rows(n)
         s_nD, x_nD = None if scaled_e is None else scaled_e[:n], x[:n]
-        parts_n = parts[: splits[n] * n].view(splits[n], n)
-        of_classes, of_tokens = exponentials(problem, target_N, w_n, s_nD, parts_n, tile_references, tuple(tokens))
+        parts = torch.empty(one_pass_splits(n, V, D, arch), n, **f32)
+        of_classes, of_tokens = exponentials(problem, target_N, w_n, s_nD, parts, tile_references, tuple(tokens))
         finish = None if de_ND is None else hidden_gradient(x_nD, scale_N, own_N, c_VD, codes_N, de_ND)
 
         def step(first: int) -> None:

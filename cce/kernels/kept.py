@@ -44,8 +44,8 @@ class Kept(NamedTuple):
         return [of_left] if self.right is None else [of_left, (slice(L, L + self.right.shape[1]), self.right)]
 
 
-# As the log-sum-exp kernel, and each tile's w is stored: kept_exponentials. For N tokens from the first_n-th on; W, Part and
-# TileReference begin with these. Classes from left_V on lie in Right, as if it began with them.
+# As the log-sum-exp kernel, and each tile's w is stored: kept_exponentials. For N tokens from the first_n-th on; Left, Right,
+# Part and TileReference begin with these. Left has the classes below left_V, a multiple of BLOCK_V where there are more, in Right.
 @triton.jit
 def _exponentials_kernel(
     E, C, Left, Right, Bias, Codes, Reference, Part, TileReference, N, V, left_V, softcap, splits, first_n,
@@ -102,7 +102,8 @@ PARTS_AT_ONCE = tl.constexpr(4)  # of dE: what a warp has in flight
 @triton.jit
 def _tokens_kernel(
     Part, TileReference, Target, Codes, Dloss, Nll, Lse, Scale, Own, Left, Right, E, ScaledE, X, C, DE,
-    N, V, left_V, D, stride_left, stride_right, stride_e, stride_s, stride_c, stride_de, splits, tiles_v, z_loss, softcap, first_n,
+    N, V, left_V, D, stride_left, stride_right, stride_e, stride_s, stride_c, stride_de, splits, tiles_v, z_loss, softcap,
+    first_n,
     HAS_SOFTCAP: tl.constexpr, STREAMED: tl.constexpr, NEED_SCALED: tl.constexpr, NEED_DE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -281,7 +282,8 @@ def streamed_tokens(
         (triton.cdiv(n, block),),
         (
             parts, references, target_N, codes_N, dloss, *tokens, None, None, None, None, x_snD, c_VD, de_ND, n,
-            c_VD.shape[0], 0, D, 0, 0, 0, 0, c_VD.stride(0), de_ND.stride(0) if need_de else 0, splits, splits, z_loss, softcap or 1.0,
+            c_VD.shape[0], 0, D, 0, 0, 0, 0, c_VD.stride(0), de_ND.stride(0) if need_de else 0, splits, splits, z_loss,
+            softcap or 1.0,
         ),
         dict(
             HAS_SOFTCAP=softcap is not None, STREAMED=True, NEED_SCALED=False, NEED_DE=need_de, BLOCK_N=block,
