@@ -128,22 +128,27 @@ def logits_tile(dtype: torch.dtype, hidden: int, arch: Architecture, stored: boo
     return Tile(128, 128, 64, warps=4, stages=3)
 
 
+@functools.lru_cache(maxsize=256)
 def vocabulary_splits(tokens: int, vocabulary: int, tile: Tile, arch: Architecture, most: int | None = None) -> int:
     """Splits of the vocabulary, at most `most`: programs walk items of one split for one tile of tokens. All should end at the
     same time, and no more than two groups of tiles of tokens should be walked at once: their rows would not stay in L2."""
     token_tiles, class_tiles = math.ceil(tokens / tile.rows), math.ceil(vocabulary / tile.columns)
     programs = 4 if arch == "interpreter" else MULTIPROCESSORS
-    longest = min(class_tiles, MOST_TILES)
+    longest = MOST_TILES
     if token_tiles > 2 * tile.group:
         longest = min(longest, math.ceil(class_tiles * tile.group / programs))
-    least = 1 if most is None else math.ceil(class_tiles / max(1, most))
-    fewest, best = math.inf, 1
-    for tiles in range(least, max(least, longest) + 1):
-        items = token_tiles * math.ceil(class_tiles / tiles)
-        busiest = math.ceil(items / programs) * (tiles + tile.start)  # in tiles, of the program that has most to do
-        if busiest < fewest:
-            fewest, best = busiest, tiles
-    return math.ceil(class_tiles / best)
+    most = class_tiles if most is None else min(class_tiles, max(1, most))
+    least = min(most, math.ceil(class_tiles / longest))
+    groups = math.ceil(token_tiles / tile.group)
+
+    def busiest(splits: int) -> float:
+        """Tiles, at most, of the program that has most to do: of each group the longer items come first (part_of)."""
+        rounds = math.ceil(token_tiles * splits / programs)
+        shorter, longer = divmod(class_tiles, splits)
+        one_more = math.ceil(token_tiles * longer / programs) + groups - 1
+        return rounds * (shorter + tile.start) + min(rounds, one_more if longer else 0)
+
+    return min(range(least, most + 1), key=busiest)
 
 
 def streams(hidden: int, arch: Architecture) -> bool:

@@ -31,7 +31,7 @@ def signature(kernel, dtype: str, classes: int, constants: dict) -> tuple[dict, 
     """(types of the arguments, constants by position), every optional tensor given."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     depth = constants.get("D", 64)
-    blocks = {"E": (64, depth), "C": (classes, depth), "Left": (64, 64), "Right": (64, 64), "G": (64, 64)}
+    blocks = {"E": (64, depth), "C": (classes, depth), "Left": (64, 128), "Right": (64, 128), "G": (64, 128)}
     types = {}
     for name in kernel.arg_names:
         if name in blocks:

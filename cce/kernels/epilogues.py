@@ -117,11 +117,11 @@ def starting_reference(Reference, offs_n, in_n):
 # target's logit, so it is the same in all tiles unless a logit lies FAR above it: then it moves there. With a softcap w carries
 # the cap's slope, the sum does not.
 @triton.jit
-def kept_exponentials(
+def logits_to_keep(
     z, reference, exp_sum, Bias, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V, softcap,
     BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
-    """(w [BLOCK_N, BLOCK_V], reference, exp_sum, whether a reference may have moved)."""
+    """(what w is made of by exponentials_of [BLOCK_N, BLOCK_V], reference, exp_sum, whether a reference may have moved)."""
     z, log2e = with_bias_and_cap(z, Bias, offs_v, V, softcap, HAS_BIAS, HAS_SOFTCAP, GAIN)
     if v0 + BLOCK_V > V:
         # A store keeps the compiler from making selections of the branch, for every tile.
@@ -137,12 +137,54 @@ def kept_exponentials(
         moved = tl.where(far, top, reference)
         exp_sum *= tl.exp2(reference - moved)
         reference = moved
+    return z, reference, exp_sum, seldom
+
+
+@triton.jit
+def exponentials_of(
+    z, reference, exp_sum, softcap, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GAIN: tl.constexpr
+):
+    """(w, exp_sum with it) of a tile, or some columns, of logits_to_keep."""
+    log2e: tl.constexpr = LOG2E if HAS_BIAS or HAS_SOFTCAP else LOG2E * GAIN
     w = tl.exp2(z * log2e - reference[:, None])
     exp_sum += tl.sum(w, 1)
     if HAS_SOFTCAP:
         t = tl.where(w == 0, 0.0, z / softcap)  # where w is 0, z may be -inf
         w *= 1 - t * t
+    return w, exp_sum
+
+
+@triton.jit
+def kept_exponentials(
+    z, reference, exp_sum, Bias, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V, softcap,
+    BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, GAIN: tl.constexpr,
+):  # fmt: skip
+    """(w [BLOCK_N, BLOCK_V], reference, exp_sum, whether a reference may have moved)."""
+    z, reference, exp_sum, seldom = logits_to_keep(
+        z, reference, exp_sum, Bias, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V, softcap, BLOCK_V,
+        HAS_BIAS, HAS_SOFTCAP, GAIN,
+    )  # fmt: skip
+    w, exp_sum = exponentials_of(z, reference, exp_sum, softcap, HAS_BIAS, HAS_SOFTCAP, GAIN)
     return w, reference, exp_sum, seldom
+
+
+@triton.jit
+def seldom_in(code, v0, BLOCK_V: tl.constexpr):
+    """What a tile of gradients holds: 2 a token that is ignored, 1 a target, 0 neither."""
+    here = (code >= v0) & (code < v0 + BLOCK_V)
+    return tl.max(tl.where(code != IGNORED_CODE, here.to(tl.int32), 2), 0)
+
+
+@triton.jit
+def upstream_of(Lse, Dloss, Dlse, code, offs_n, in_n, HAS_DLSE: tl.constexpr):
+    """(lse in powers of two, dloss, dlse) of tokens."""
+    active = code != IGNORED_CODE
+    lse2 = tl.load(Lse + offs_n, mask=in_n, other=0.0) * LOG2E
+    dloss = tl.load(Dloss + offs_n, mask=active, other=0.0)
+    dlse = dloss
+    if HAS_DLSE:
+        dlse = tl.load(Dlse + offs_n, mask=active, other=0.0)
+    return lse2, dloss, dlse
 
 
 # ((p - q) dloss + p dlse) softcap'; q = (1 - smoothing) onehot + smoothing / V. p = 2^(z log2e - lse log2e) in fp32; the
@@ -150,27 +192,23 @@ def kept_exponentials(
 # subtracted after rounding.
 @triton.jit
 def logit_gradients(
-    z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, offs_v, v0, V, softcap, smoothing, uniform,
-    BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DLSE: tl.constexpr,
-    HAS_SMOOTHING: tl.constexpr, GAIN: tl.constexpr,
+    z, seldom, Bias, Expm1, lse2, dloss, dlse, code, offs_n, offs_v, V, softcap, smoothing, uniform,
+    HAS_BIAS: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_DLSE: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
+    GAIN: tl.constexpr,
 ):  # fmt: skip
-    """G [BLOCK_N, BLOCK_V] fp32; 0 for ignored tokens."""
+    """G [BLOCK_N, BLOCK_V] fp32; 0 for ignored tokens. seldom: seldom_in of a tile that these classes lie in. lse2, dloss, dlse:
+    upstream_of these tokens."""
     active = code != IGNORED_CODE
     z, log2e = with_bias_and_cap(z, Bias, offs_v, V, softcap, HAS_BIAS, HAS_SOFTCAP, GAIN)
-    lse2 = tl.load(Lse + offs_n, mask=in_n, other=0.0) * LOG2E
     g = tl.exp2(z * log2e - lse2[:, None])
     # What needs to be compared with the target's column is done only where a target lies in the tile, or an ignored token.
-    here = (code >= v0) & (code < v0 + BLOCK_V)
-    seldom = tl.max(tl.where(active, here.to(tl.int32), 2), 0)
     if seldom != 0:
-        own = tl.load(Expm1 + offs_n, mask=here, other=0.0) + smoothing
+        own = tl.load(Expm1 + offs_n, mask=active, other=0.0) + smoothing
         g = tl.where(offs_v[None, :] == code[:, None], own[:, None], g)
     if HAS_SMOOTHING:
         g -= uniform
-    dloss = tl.load(Dloss + offs_n, mask=active, other=0.0)
     if HAS_DLSE:
         # (p - q) dloss + p dlse = (p - q) (dloss + dlse) + q dlse
-        dlse = tl.load(Dlse + offs_n, mask=active, other=0.0)
         g = g * (dloss + dlse)[:, None]
         g += tl.where(offs_v[None, :] == code[:, None], (dlse * (1 - smoothing))[:, None], 0.0)
         if HAS_SMOOTHING:

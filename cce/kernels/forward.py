@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from cce.kernels.epilogues import IGNORED_CODE, LN2, LOWEST, add_exponentials
-from cce.kernels.logits import addressable, descriptor, grouped, precision, raw_logits
+from cce.kernels.logits import addressable, descriptor, grouped, part_of, precision, raw_logits
 from cce.kernels.target_logit import target_logit
 from cce.tiles import (
     PARTIALS_BYTES,
@@ -37,9 +37,7 @@ def _log_sum_exp_kernel(
     reference = tl.full((BLOCK_N,), LOWEST, dtype=tl.float32)
     exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
     total = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    tiles_v = tl.cdiv(V, BLOCK_V)
-    first = (split * tiles_v) // splits
-    last = ((split + 1) * tiles_v) // splits
+    first, last = part_of(split, tl.cdiv(V, BLOCK_V), splits)
     if tl.max(code, 0) == IGNORED_CODE:  # a tile of ignored tokens costs nothing
         last = first
     for tile_v in tl.range(first, last):

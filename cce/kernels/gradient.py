@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cce.kernels.epilogues import IGNORED_CODE, logit_gradients
+from cce.kernels.epilogues import IGNORED_CODE, logit_gradients, seldom_in, upstream_of
 from cce.kernels.launch import Launch
 from cce.kernels.logits import descriptor, grouped, precision, raw_logits, store_tile, stored_columns
 from cce.tiles import Tile, architecture, gain, logits_tile, vocabulary_splits
@@ -34,9 +34,10 @@ def _logit_gradient_kernel(
     g = tl.zeros((BLOCK_N, BLOCK_V), dtype=tl.float32)
     if tl.max(code, 0) != IGNORED_CODE:
         z = raw_logits(E, C, n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
+        lse2, dloss, dlse = upstream_of(Lse, Dloss, Dlse, code, offs_n, in_n, HAS_DLSE)
         g = logit_gradients(
-            z, Bias, Lse, Expm1, Dloss, Dlse, code, offs_n, in_n, v0 + tl.arange(0, BLOCK_V), v0, V, softcap, smoothing,
-            uniform, BLOCK_V, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING, GAIN,
+            z, seldom_in(code, v0, BLOCK_V), Bias, Expm1, lse2, dloss, dlse, code, offs_n, v0 + tl.arange(0, BLOCK_V), V,
+            softcap, smoothing, uniform, HAS_BIAS, HAS_SOFTCAP, HAS_DLSE, HAS_SMOOTHING, GAIN,
         )  # fmt: skip
     if NEED_BIAS:
         offs_w = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)

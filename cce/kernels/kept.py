@@ -19,6 +19,7 @@ from cce.kernels.launch import Launch
 from cce.kernels.logits import (
     descriptor,
     grouped,
+    part_of,
     precision,
     raw_logits,
     store_tile,
@@ -61,8 +62,8 @@ def _exponentials_kernel(
     code = tl.load(Codes + offs_n, mask=in_n, other=IGNORED_CODE)
     reference = starting_reference(Reference, offs_n, in_n)
     exp_sum = tl.zeros((BLOCK_N,), dtype=tl.float32)
-    tiles_v = tl.cdiv(V, BLOCK_V)
-    for tile_v in tl.range((split * tiles_v) // splits, ((split + 1) * tiles_v) // splits):
+    first, last = part_of(split, tl.cdiv(V, BLOCK_V), splits)
+    for tile_v in tl.range(first, last):
         v0 = tile_v * BLOCK_V
         z = raw_logits(E, C, first_n + n0, v0, D, BLOCK_N, BLOCK_V, BLOCK_D, PRECISION)
         w, reference, exp_sum, seldom = kept_exponentials(
@@ -127,10 +128,11 @@ def _tokens_kernel(
         exp_sum = exp_sum * tl.exp2(maximum - moved) + tl.sum(tl.exp2(part - moved[None, :]), 0)
         maximum = moved
         # Within a split references only rise: its first tile has the smallest, its last the largest.
-        first = TileReference + ((split * tiles_v) // splits).to(tl.int64) * N + offs_n[None, :]
-        last = TileReference + (((split + 1) * tiles_v) // splits - 1).to(tl.int64) * N + offs_n[None, :]
-        reference = tl.maximum(reference, tl.max(tl.load(last, mask=mask, other=LOWEST), 0))
-        lowest = tl.minimum(lowest, tl.min(tl.load(first, mask=mask, other=-LOWEST), 0))
+        first, stop = part_of(split, tiles_v, splits)
+        at_first = TileReference + first.to(tl.int64) * N + offs_n[None, :]
+        at_last = TileReference + (stop - 1).to(tl.int64) * N + offs_n[None, :]
+        reference = tl.maximum(reference, tl.max(tl.load(at_last, mask=mask, other=LOWEST), 0))
+        lowest = tl.minimum(lowest, tl.min(tl.load(at_first, mask=mask, other=-LOWEST), 0))
     target = tl.load(Target + offs_n, mask=inside, other=0.0)
     code = tl.load(Codes + offs_n, mask=inside, other=IGNORED_CODE)
     active = code != IGNORED_CODE

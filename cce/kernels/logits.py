@@ -51,6 +51,14 @@ def grouped(pid, rows, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
+def part_of(split, tiles, splits):
+    """(first tile, one past the last) of a split: those that have a tile more than others come first."""
+    shorter = tiles // splits
+    longer = tiles % splits
+    return split * shorter + tl.minimum(split, longer), (split + 1) * shorter + tl.minimum(split + 1, longer)
+
+
+@triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
     """acc + a b with fp32 accumulators."""
     if PRECISION == "widen":

@@ -5,18 +5,25 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from cce.kernels.epilogues import kept_exponentials, starting_reference, store_reference
+from cce.kernels.epilogues import (
+    exponentials_of,
+    logits_to_keep,
+    starting_reference,
+    store_reference,
+)
 from cce.kernels.hopper.host import LAUNCH, operands, result, walk
 from cce.kernels.hopper.pipeline import (
+    BLOCK,
     ROWS,
-    STORED,
     TOKENS,
     begin_logits,
+    blocks,
     end_logits,
     gain,
     item_at,
     logits,
     logits_layout,
+    of_rows,
     produce,
     rows_of,
     shared_memory,
@@ -29,19 +36,35 @@ from cce.tiles import Tile
 
 
 @gluon.jit
+def _store_exponentials(
+    Out, out_tiles, z, reference, exp_sum, softcap, n0, v0, half: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, GAIN: gl.constexpr,
+):  # fmt: skip
+    """Write the exponentials of a wide tile of logits_to_keep; exp_sum with theirs."""
+    CLASSES: gl.constexpr = z.shape[1]
+    left, right = blocks(z)
+    of_block = of_rows(reference, BLOCK)
+    total = of_rows(exp_sum, BLOCK)
+    w, total = exponentials_of(left, of_block, total, softcap, HAS_BIAS, HAS_SOFTCAP, GAIN)
+    store_rounded(Out, out_tiles, w, n0, v0, half)
+    w, total = exponentials_of(right, of_block, total, softcap, HAS_BIAS, HAS_SOFTCAP, GAIN)
+    store_rounded(Out, out_tiles, w, n0, v0 + BLOCK, half)
+    return of_rows(total, CLASSES)
+
+
+@gluon.jit
 def _exponentials_consumer(
     shared, out_tiles, Left, Right, Bias, Codes, Reference, Part, TileReference, N, V, left_V, softcap, splits,
     half: gl.constexpr, STEPS: gl.constexpr, KEEP: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     CLASSES: gl.constexpr = shared[1].type.shape[1]
-    of_rows: gl.constexpr = gl.SliceLayout(1, logits_layout(CLASSES))
     of_columns: gl.constexpr = gl.SliceLayout(0, logits_layout(CLASSES))
     stage, phase, e_phase = 0, 0, 0
     for item in range(gl.program_id(0), gl.cdiv(N, TOKENS) * splits, gl.num_programs(0)):
         n0, split, first, last, _ = item_at(item, Codes, N, V, splits, CLASSES)
         offs_n, in_n, code = rows_of(n0, Codes, N, half, CLASSES)
         reference = starting_reference(Reference, offs_n, in_n)
-        exp_sum = gl.full([ROWS], 0.0, gl.float32, of_rows)
+        exp_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, logits_layout(CLASSES)))
         e_phase = tokens_have_come(shared, e_phase, True, KEEP)
         if KEEP:
             z, stage, phase = logits(shared, stage, phase, half, STEPS, KEEP)
@@ -52,16 +75,27 @@ def _exponentials_consumer(
                 following, stage, phase = begin_logits(shared, stage, phase, half, STEPS)
             else:
                 z, stage, phase = logits(shared, stage, phase, half, STEPS, KEEP)
-            w, reference, exp_sum, seldom = kept_exponentials(
+            z, reference, exp_sum, seldom = logits_to_keep(
                 z, reference, exp_sum, Bias, TileReference, code, offs_n, in_n, offs_v, tile_v, v0, N, V, softcap,
                 CLASSES, HAS_BIAS, HAS_SOFTCAP, gain(STEPS),
             )  # fmt: skip
             if KEEP:
+                w, exp_sum = exponentials_of(z, reference, exp_sum, softcap, HAS_BIAS, HAS_SOFTCAP, gain(STEPS))
                 z = end_logits(shared, following, stage, STEPS)
-            if v0 < left_V:
-                store_rounded(Left, out_tiles, w, n0 + half * ROWS, v0, half)
+                if v0 < left_V:
+                    store_rounded(Left, out_tiles, w, n0 + half * ROWS, v0, half)
+                else:
+                    store_rounded(Right, out_tiles, w, n0 + half * ROWS, v0 - left_V, half)
+            elif v0 < left_V:
+                exp_sum = _store_exponentials(
+                    Left, out_tiles, z, reference, exp_sum, softcap, n0 + half * ROWS, v0, half,
+                    HAS_BIAS, HAS_SOFTCAP, gain(STEPS),
+                )  # fmt: skip
             else:
-                store_rounded(Right, out_tiles, w, n0 + half * ROWS, v0 - left_V, half)
+                exp_sum = _store_exponentials(
+                    Right, out_tiles, z, reference, exp_sum, softcap, n0 + half * ROWS, v0 - left_V, half,
+                    HAS_BIAS, HAS_SOFTCAP, gain(STEPS),
+                )  # fmt: skip
             store_reference(TileReference, reference, tile_v, offs_n, in_n, N)
         tokens_are_read(shared, True, KEEP)
         gl.store(Part + split.to(gl.int64) * N + offs_n, reference + gl.log2(exp_sum), mask=in_n)
@@ -77,7 +111,7 @@ def _exponentials_kernel(
     Codes += first_n
     Reference += first_n
     shared = shared_memory(E, C, STEPS, KEEP)
-    out_tiles = gl.allocate_shared_memory(Left.dtype, [4, ROWS, STORED], Left.layout)
+    out_tiles = gl.allocate_shared_memory(Left.dtype, [2, ROWS, BLOCK], Left.layout)
     gl.warp_specialize(
         [
             (_exponentials_consumer, (shared, out_tiles, Left, Right, Bias, Codes, Reference, Part, TileReference, N, V,

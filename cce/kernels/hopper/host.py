@@ -5,7 +5,7 @@ import triton
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from cce.kernels.hopper.pipeline import DEPTH, ROWS, STORED, TOKENS
+from cce.kernels.hopper.pipeline import BLOCK, DEPTH, ROWS, TOKENS
 from cce.tiles import KEPT_HIDDEN, Tile
 
 SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
@@ -24,7 +24,7 @@ def operands(e_ND: torch.Tensor, c_VD: torch.Tensor, tile: Tile) -> tuple[Tensor
 
 def result(matrix: torch.Tensor) -> TensorDescriptor:
     """Of the blocks that are stored."""
-    return descriptor(matrix, ROWS.value, STORED.value)
+    return descriptor(matrix, ROWS.value, BLOCK.value)
 
 
 def programs(rows: int, splits: int, device: torch.device) -> tuple[int]:

@@ -11,14 +11,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from cce.kernels.epilogues import IGNORED_CODE, halves
-from cce.kernels.logits import grouped
+from cce.kernels.logits import grouped, part_of
 from cce.tiles import HOPPER_TILE, sum_gain
 
 TOKENS = gl.constexpr(HOPPER_TILE.rows)
 ROWS = gl.constexpr(HOPPER_TILE.rows // 2)  # tokens of a group of warps
 DEPTH = gl.constexpr(HOPPER_TILE.depth)  # hidden entries of a step
 GROUP = gl.constexpr(HOPPER_TILE.group)
-STORED = gl.constexpr(64)  # classes of a block that is stored at a time
+BLOCK = gl.constexpr(128)  # classes of a block that is stored at a time
 GAIN_OF_STEP = gl.constexpr(sum_gain(HOPPER_TILE.depth) - 1)
 
 
@@ -38,8 +38,8 @@ def gain(steps):
 def part_at(item, N, V, splits, CLASSES: gl.constexpr):
     """(first token, split, first tile of classes, one past the last)."""
     tile_n, split = grouped(item, gl.cdiv(N, TOKENS), splits, GROUP)
-    tiles_v = gl.cdiv(V, CLASSES)
-    return tile_n * TOKENS, split, (split * tiles_v) // splits, ((split + 1) * tiles_v) // splits
+    first, last = part_of(split, gl.cdiv(V, CLASSES), splits)
+    return tile_n * TOKENS, split, first, last
 
 
 @gluon.jit
@@ -227,18 +227,27 @@ def tokens_are_read(shared, some, KEEP: gl.constexpr):
 
 @gluon.jit
 def store_rounded(Out, out_tiles, x, n0, v0, half: gl.constexpr):
-    """Round a group's tile to Out's dtype and write it, two blocks of STORED classes at a time."""
-    CLASSES: gl.constexpr = x.shape[1]
-    left, right = halves(x, ROWS, CLASSES)
-    if CLASSES == 2 * STORED:
-        left_tile = out_tiles.index(2 * half)
-        right_tile = out_tiles.index(2 * half + 1)
-        tma.store_wait(0)
-        left_tile.store(left.to(Out.dtype))
-        right_tile.store(right.to(Out.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(Out, [n0, v0], left_tile)
-        tma.async_copy_shared_to_global(Out, [n0, v0 + STORED], right_tile)
-    else:
-        store_rounded(Out, out_tiles, left, n0, v0, half)
-        store_rounded(Out, out_tiles, right, n0, v0 + CLASSES // 2, half)
+    """Round a group's block to Out's dtype and write it, once the block before is out of shared memory."""
+    tile = out_tiles.index(half)
+    tma.store_wait(0)
+    tile.store(x.to(Out.dtype))
+    fence_async_shared()
+    tma.async_copy_shared_to_global(Out, [n0, v0], tile)
+
+
+# A wide tile is worked on by blocks: while one is on its way out of shared memory the numbers of the next are made.
+@gluon.jit
+def blocks(z):
+    """The left and the right BLOCK of a tile of logits, in a block's layout: the registers that they are in."""
+    left, right = halves(z, ROWS, 2 * BLOCK)
+    of_block: gl.constexpr = logits_layout(BLOCK)
+    return (
+        gl.convert_layout(left, of_block, assert_trivial=True),
+        gl.convert_layout(right, of_block, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def of_rows(x, CLASSES: gl.constexpr):
+    """A number per token, in the layout of the rows of a tile of CLASSES: the registers that it is in."""
+    return gl.convert_layout(x, gl.SliceLayout(1, logits_layout(CLASSES)), assert_trivial=True)
