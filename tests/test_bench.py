@@ -3,6 +3,7 @@
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import cut_off  # noqa: E402
 import measuring  # noqa: E402
 import peers  # noqa: E402
 import picture  # noqa: E402
+import power  # noqa: E402
 import reference as reference_module  # noqa: E402
 import rows  # noqa: E402
 import run  # noqa: E402
@@ -458,6 +460,27 @@ def test_kernel_times_add_up_to_steps():
         rows[trace_kernels.VENDOR]["tflops"], 4e9 / 2e-3 / 1e12
     )
     assert trace_kernels.kernel_name("void at::native::reduce_kernel<512, 1>(float)") == "reduce_kernel"
+
+
+def test_energy_is_what_the_counter_gained_over_the_runs(monkeypatch):
+    """A counter that gains 7 J with each run, 2 J where there is only a product."""
+    monkeypatch.setattr(power, "WARM_UP", 0.01)
+    monkeypatch.setattr(power, "SECONDS", 0.02)
+    gained = [1000.0]
+    meter = SimpleNamespace(joules=lambda: gained[0], clock_mhz=lambda: 1500.0, limit_watts=700.0)
+
+    def runs_of(joules: float) -> dict:
+        def run():
+            gained[0] += joules
+
+        return power.drawn(run, meter, CPU)
+
+    step, product = runs_of(7.0), runs_of(2.0)
+    assert math.isclose(step["joules"], 7, rel_tol=1e-9) and math.isclose(product["joules"], 2, rel_tol=1e-9)
+    assert math.isclose(step["watts"] * step["ms"], 7e3, rel_tol=1e-9)
+    of = {"shape": "A", "kind": "trained"}
+    text = power.table([of | product | {"entry": power.PRODUCT}, of | step | {"entry": "ours"}])
+    assert "| A | ours |" in text and f"| 7.00 | {step['ms'] / product['ms']:.2f} | 3.50 |" in text
 
 
 @pytest.mark.interpret

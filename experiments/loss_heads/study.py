@@ -1,4 +1,4 @@
-"""The command line and the files of a study that asks the same of several problems: accumulation.py, cut_off.py."""
+"""The command line and the files of a study that asks the same of several problems: accumulation.py, cut_off.py, power.py."""
 
 import argparse
 from collections.abc import Callable
