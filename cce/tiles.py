@@ -140,6 +140,7 @@ def vocabulary_splits(tokens: int, vocabulary: int, tile: Tile, arch: Architectu
     most = class_tiles if most is None else min(class_tiles, max(1, most))
     least = min(most, math.ceil(class_tiles / longest))
     groups = math.ceil(token_tiles / tile.group)
+    divided = token_tiles * class_tiles / programs
 
     def busiest(splits: int) -> float:
         """Tiles, at most, of the program that has most to do: of each group the longer items come first (part_of)."""
@@ -148,7 +149,13 @@ def vocabulary_splits(tokens: int, vocabulary: int, tile: Tile, arch: Architectu
         one_more = math.ceil(token_tiles * longer / programs) + groups - 1
         return rounds * (shorter + tile.start) + min(rounds, one_more if longer else 0)
 
-    return min(range(least, most + 1), key=busiest)
+    best, fewest = least, busiest(least)
+    for splits in range(least + 1, most + 1):
+        if divided + math.ceil(token_tiles * splits / programs) * tile.start >= fewest:
+            break  # the starts of so many items take more than a better division can win
+        if (tiles := busiest(splits)) < fewest:
+            best, fewest = splits, tiles
+    return best
 
 
 def streams(hidden: int, arch: Architecture) -> bool:

@@ -480,7 +480,7 @@ def test_energy_is_what_the_counter_gained_over_the_runs(monkeypatch):
     assert math.isclose(step["watts"] * step["ms"], 7e3, rel_tol=1e-9)
     of = {"shape": "A", "kind": "trained"}
     text = power.table([of | product | {"entry": power.PRODUCT}, of | step | {"entry": "ours"}])
-    assert "| A | ours |" in text and f"| 7.00 | {step['ms'] / product['ms']:.2f} | 3.50 |" in text
+    assert "| A | trained | ours |" in text and f"| 7.00 | {step['ms'] / product['ms']:.2f} | 3.50 |" in text
 
 
 @pytest.mark.interpret

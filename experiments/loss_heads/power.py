@@ -3,8 +3,9 @@
     python experiments/loss_heads/power.py --shapes A --kinds trained
 
 At its power limit a GPU lowers its clock: then a step takes as long as its energy divided by that limit, and what counts is energy, not
-idle tensor cores. Each thing is run back to back for SECONDS, after WARM_UP; energy is what NVML's counter of the GPU gained. Rows go
-to power.jsonl, the table to power.md, in results/loss_heads/<machine>/. Needs an NVIDIA GPU and `pip install nvidia-ml-py`.
+idle tensor cores. Each thing is run back to back for SECONDS, after WARM_UP; energy is what NVML's counter of the GPU gained (it is
+refreshed some tens of times a second). Rows go to power.jsonl, the table to power.md, in results/loss_heads/<machine>/. Needs an NVIDIA
+GPU and `pip install nvidia-ml-py`.
 """
 
 import statistics
@@ -17,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch  # noqa: E402
-from measuring import free_memory, synchronize  # noqa: E402
+from measuring import Sampling, free_memory, synchronize, times  # noqa: E402
 from peers import CannotRun, entries, selected  # noqa: E402
 from problems import Shape  # noqa: E402
 from study import study  # noqa: E402
@@ -26,10 +27,10 @@ from torch import Tensor  # noqa: E402
 from training.measure import Clock  # noqa: E402
 from training.results import markdown_table  # noqa: E402
 
-WARM_UP, SECONDS = 1.0, 2.0
+WARM_UP, SECONDS = 1.0, 3.0
 BATCH_SECONDS = 0.1  # of runs that are issued before the host waits for them
 PRODUCT = "logits product"
-WANTED = ("standard torch.compile", "ours cce_exact")
+COMPILED, OURS = "standard torch.compile", "ours cce_exact"
 
 
 class Meter:
@@ -67,10 +68,11 @@ def drawn(run: Callable[[], object], meter: Meter, device: torch.device) -> dict
             spent, count = 1e-3 * host.milliseconds(began, host.mark()), count + batch
         return spent, count, clocks
 
-    run()
-    spent, count, _ = repeat(WARM_UP, 1)
+    milliseconds = statistics.median(times(run, device, Sampling(3, 0.0)))
+    batch = max(1, round(1e3 * BATCH_SECONDS / milliseconds))
+    repeat(WARM_UP, batch)
     before = meter.joules()
-    spent, count, clocks = repeat(SECONDS, max(1, round(BATCH_SECONDS * count / spent)))
+    spent, count, clocks = repeat(SECONDS, batch)
     joules = (meter.joules() - before) / count
     return {
         "ms": 1e3 * spent / count,
@@ -82,7 +84,8 @@ def drawn(run: Callable[[], object], meter: Meter, device: torch.device) -> dict
 
 
 def energies(shape: Shape, e: Tensor, c: Tensor, targets: Tensor) -> list[dict]:
-    """A row for the logits product, for our forward pass, for a step of each of WANTED that runs here."""
+    """A row for the logits product, for our forward pass without gradients (the log-sum-exp alone), for a step of the compiled
+    standard loss and of ours at each budget of the benchmark."""
     device = e.device
     meter = Meter(device)
     rows = []
@@ -93,7 +96,7 @@ def energies(shape: Shape, e: Tensor, c: Tensor, targets: Tensor) -> list[dict]:
 
     e_ND, c_VD = e.detach(), c.detach()
     row(PRODUCT, partial(torch.mm, e_ND, c_VD.T, out=e_ND.new_empty(len(e), len(c))))
-    for entry in selected(entries(shape, "trained", device), WANTED):
+    for entry in selected(entries(shape, "trained", device), (COMPILED, OURS)):
         try:
             loss_of = entry.built(device).loss
         except CannotRun:
@@ -107,8 +110,8 @@ def energies(shape: Shape, e: Tensor, c: Tensor, targets: Tensor) -> list[dict]:
             with torch.no_grad():
                 loss_of(e, c, targets)
 
-        if entry.name == WANTED[1]:
-            row(f"{entry.name}, forward", forward)
+        if entry.name == OURS:
+            row(f"{entry.name}, no gradient", forward)
         row(entry.name, step)
     e.grad = c.grad = None
     return rows
@@ -121,6 +124,7 @@ def table(rows: list[dict]) -> str:
         product = products[row["shape"], row["kind"]]
         return {
             "shape": row["shape"],
+            "softmax": row["kind"],
             "entry": row["entry"],
             "ms": row["ms"],
             "J": row["joules"],
@@ -132,7 +136,7 @@ def table(rows: list[dict]) -> str:
         }
 
     columns = {
-        "shape": "", "entry": "", "ms": ".2f", "J": ".2f", "ms / product's": ".2f", "J / product's": ".2f", "W": ".0f",
+        "shape": "", "softmax": "", "entry": "", "ms": ".2f", "J": ".2f", "ms / product's": ".2f", "J / product's": ".2f", "W": ".0f",
         "of limit": ".0%", "MHz": ".0f",
     }  # fmt: skip
     return (
