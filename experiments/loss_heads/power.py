@@ -10,7 +10,7 @@ GPU and `pip install nvidia-ml-py`.
 
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -83,19 +83,19 @@ def drawn(run: Callable[[], object], meter: Meter, device: torch.device) -> dict
     }
 
 
-def energies(shape: Shape, e: Tensor, c: Tensor, targets: Tensor) -> list[dict]:
+def energies(shape: Shape, e: Tensor, c: Tensor, targets: Tensor) -> Iterator[dict]:
     """A row for the logits product, for our forward pass without gradients (the log-sum-exp alone), for a step of the compiled
     standard loss and of ours at each budget of the benchmark."""
     device = e.device
     meter = Meter(device)
-    rows = []
 
-    def row(name: str, run: Callable[[], object]) -> None:
-        rows.append({"entry": name, **drawn(run, meter, device)})
+    def row(name: str, run: Callable[[], object]) -> dict:
+        found = {"entry": name, **drawn(run, meter, device)}
         free_memory(device)
+        return found
 
     e_ND, c_VD = e.detach(), c.detach()
-    row(PRODUCT, partial(torch.mm, e_ND, c_VD.T, out=e_ND.new_empty(len(e), len(c))))
+    yield row(PRODUCT, partial(torch.mm, e_ND, c_VD.T, out=e_ND.new_empty(len(e), len(c))))
     for entry in selected(entries(shape, "trained", device), (COMPILED, OURS)):
         try:
             loss_of = entry.built(device).loss
@@ -106,15 +106,10 @@ def energies(shape: Shape, e: Tensor, c: Tensor, targets: Tensor) -> list[dict]:
             e.grad = c.grad = None
             loss_of(e, c, targets).backward()
 
-        def forward(loss_of=loss_of) -> None:
-            with torch.no_grad():
-                loss_of(e, c, targets)
-
         if entry.name == OURS:
-            row(f"{entry.name}, no gradient", forward)
-        row(entry.name, step)
+            yield row(f"{entry.name}, no gradient", partial(loss_of, e_ND, c_VD, targets))
+        yield row(entry.name, step)
     e.grad = c.grad = None
-    return rows
 
 
 def table(rows: list[dict]) -> str:

@@ -1,7 +1,7 @@
 """The command line and the files of a study that asks the same of several problems: accumulation.py, cut_off.py, power.py."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -21,10 +21,10 @@ def study(
     command_line: list[str],
     kinds: list[str],
     obstacle: Callable[[torch.device], str | None],
-    measure: Callable[[Shape, Tensor, Tensor, Tensor], list[dict]],
+    measure: Callable[[Shape, Tensor, Tensor, Tensor], Iterable[dict]],
     table: Callable[[list[dict]], str],
 ) -> None:
-    """Rows to <name>.jsonl, their table to <name>.md, in results/loss_heads/<machine>/, after each problem.
+    """Rows to <name>.jsonl as they come, their table to <name>.md after each problem, in results/loss_heads/<machine>/.
 
     obstacle: why a device will not do. measure(shape, e, c, targets): rows of a problem, without what says of which. kinds: the
     default ones.
@@ -44,11 +44,12 @@ def study(
     path = folder / f"{name}.jsonl"
     rows = read_rows(path) if path.exists() else []
     for shape, kind in problems:
-        found = measure(shape, *problem(shape, kind, args.seed, device))
+        source, made = provenance(args.seed), []
+        others = [row for row in rows if (row["shape"], row["kind"]) != (shape.name, kind)]
+        for row in measure(shape, *problem(shape, kind, args.seed, device)):
+            made.append({"shape": shape.name, "kind": kind, **row, "provenance": source})
+            rows = others + made
+            write_rows(path, rows)
         free_memory(device)
-        source = provenance(args.seed)
-        made = [{"shape": shape.name, "kind": kind, **row, "provenance": source} for row in found]
-        rows = [row for row in rows if (row["shape"], row["kind"]) != (shape.name, kind)] + made
-        write_rows(path, rows)
         (folder / f"{name}.md").write_text(table(rows))
         print(table(made), flush=True)
